@@ -21,9 +21,10 @@ from headmix_vision.evaluation.clip_features import (
     of_frames,
     open_clip_extractor,
 )
-from headmix_vision.evaluation.clip_scores import draw_halves, freeze, fvd, shuffle
+from headmix_vision.evaluation.clip_scores import draw_halves, freeze, fvd, loop_closure, shuffle
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
-from headmix_vision.evaluation.sample_sets import ClipSampling, open_samples
+from headmix_vision.evaluation.sample_sets import ClipSampling, SampleSet, open_samples
+from headmix_vision.evaluation.sample_sources import TensorSamples
 from headmix_vision.evaluation.scores import Scorer
 from headmix_vision.files.pictures import write_png
 from headmix_vision.files.tensors import file_sha256
@@ -166,6 +167,13 @@ def test_features_of_digits_see_the_digit_and_its_motion(classifier: Path, sides
     torch.testing.assert_close(still[:, :64], found[:, :64], rtol=0.05, atol=0.02)  # the same digit, cut out
     assert still[:, 64:].abs().max() < 1e-6 and found[:, 64:].mean() > 1e-4
     assert "of the digit cut out of each frame" in extractor.description["features"]
+
+
+def test_loops_close_and_other_clips_do_not() -> None:
+    turn = torch.tensor([0, 40, 80, 40], dtype=torch.uint8)  # back where it was with the next step
+    ways = (turn, 40 * torch.arange(4, dtype=torch.uint8), torch.full((4,), 7, dtype=torch.uint8))
+    clips = [way[None, None, :, None, None].expand(2, 3, -1, 8, 8) for way in ways]
+    assert [loop_closure(SampleSet(TensorSamples(clip), "RGB")) for clip in clips] == [1, 3, 1]
 
 
 def test_a_classifier_of_sheets_sees_clips_as_it_saw_them_in_training(classifier: Path, tmp_path: Path) -> None:
