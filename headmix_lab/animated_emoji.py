@@ -5,8 +5,9 @@
 
 The folder is one of clips for each split and class (`train/person-role/...`, data set `videos`). A class is a subgroup
 of 50 clips or more, or the rest of a group, or the rest of all groups, `other`. `clips.csv` names split, class, group,
-subgroup, thing, length and checksum of each clip. Emoji that the packages do not animate lie in `stills`, with a table
-`images.csv` (data set `table/label`), to be trained along (`data.stills`). `NOTICE.md` holds the licences.
+subgroup, thing and length of each clip, and the checksum of its pixels before they are encoded. Emoji that the packages
+do not animate lie in `stills`, with a table `images.csv` (data set `table/label`), to be trained along (`data.stills`).
+`NOTICE.md` holds the licences.
 
 A clip is one whole loop, of so many frames at even distances in time, or has a constant frame rate (--rate). A thing
 and its split are as in `headmix_lab.emoji`: skin tones and sexes of a thing are in one split, and of clips that are
@@ -213,7 +214,7 @@ class Drawings(Dataset[str]):
         file_format = self.shape.file_format if duration_s else "png"
         path = self.folder / f"{code}.{digest}.{len(pixels)}.{round(1000 * duration_s)}.{file_format}"
         if file_format == "mp4":
-            write_video(path, pixels, self.shape.rate or SHOWN_RATE)
+            write_video(path, pixels, self.shape.rate or SHOWN_RATE, full_chroma=True)
         else:
             write_png(path, pixels if duration_s else pixels[0])
         return path.name
@@ -361,7 +362,12 @@ def main(args: Sequence[str] | None = None) -> None:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--frames", type=int, default=FRAMES, help="frames of each whole loop (%(default)s)")
     length.add_argument("--rate", type=float, help="frames a second of all clips, instead of a number of frames")
-    add("--format", choices=FORMATS, default="png", help="of the clips: png has no loss, mp4 a tenth of the size (png)")
+    add(
+        "--format",
+        choices=FORMATS,
+        default="png",
+        help="of the clips: png has no loss, mp4 a seventh of the size (png)",
+    )
     add("--jobs", type=int, default=num_cores(), help="processes that draw (one for each core)")
     given = parser.parse_args(args)
     with one_line_errors():

@@ -208,7 +208,7 @@ def test_two_processes_draw_the_same_and_hand_errors_on_in_one_line(
     assert error.startswith("error: assets/1f403.webp of @lobehub/fluent-emoji-anim-4 cannot be read")
 
 
-def test_mp4_holds_the_clips_in_a_tenth_of_the_bytes(clips: Path, sources: list[Path], tmp_path: Path) -> None:
+def test_mp4_holds_nearly_the_same_pixels(clips: Path, sources: list[Path], tmp_path: Path) -> None:
     pytest.importorskip("av")
     build(sources, tmp_path / "clips", CLIP._replace(file_format="mp4"))
     for one, other in zip(rows(clips / "clips.csv"), rows(tmp_path / "clips/clips.csv"), strict=True):
@@ -217,7 +217,7 @@ def test_mp4_holds_the_clips_in_a_tenth_of_the_bytes(clips: Path, sources: list[
         open_source(SplitRequest("videos", "train", (3, 4, 16, 16), "generation", root=str(folder)))
         for folder in (clips, tmp_path / "clips")
     )
-    assert (png.read(0)[0] - mp4.read(0)[0]).abs().mean() < 0.05
+    assert (png.read(0)[0] - mp4.read(0)[0]).abs().mean() < 0.01
 
 
 def test_what_is_wrong_with_sources_and_options(sources: list[Path], tmp_path: Path) -> None:
