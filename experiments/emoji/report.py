@@ -19,7 +19,7 @@ from headmix_vision.sampling.folder import draw_grid
 FOLDER = Path(__file__).parent
 CLAIMS = {"results": "attention in models that draw emoji", "large": "a larger model that draws emoji"}
 COPIES = 12  # samples that are shown beside their nearest training pictures, of either choice
-SHEETS = {False: (13, 6), True: (6, 3)}  # samples in a row, and rows, of pictures and of clips
+SHEETS = {False: (13, 6), True: (5, 3)}  # samples in a row, and rows, of pictures and of clips
 
 
 def open_table(path: Path, task: Task = TASKS["emoji"]) -> ResultTable:
