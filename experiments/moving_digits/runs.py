@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.measuring import REPOSITORY, release_memory, time_calls
+from headmix_lab.measuring import REPOSITORY, release_memory, time_calls
 from headmix_lab.script_runs import GeneratorRuns, add_options, flat, hash_of, run_script, trained_steps, yes
 from headmix_vision.console import default_device, open_device
 from headmix_vision.models import HeadMixVideoDiT
