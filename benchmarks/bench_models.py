@@ -46,7 +46,7 @@ from benchmarks.model_table import KINDS, Setting, equal_softmax, timm_deit, who
 from headmix_lab import measuring
 from headmix_lab import model_families as families
 from headmix_lab.measuring import release_memory, synchronize
-from headmix_lab.model_families import Size, family_of
+from headmix_lab.model_families import family_of
 from headmix_lab.tables import print_table, read_csv
 from headmix_vision.layers.head_mixes import HEAD_MIXES
 from headmix_vision.training.base_module import compile_blocks
@@ -74,19 +74,23 @@ def _fill_zeros(model: nn.Module) -> None:
 
 
 class Contestant:
-    """A model ready to be timed: compiled, warmed up and its peak memory known."""
+    """A model ready to be timed: compiled, warmed up and its peak memory known.
+
+    Without `check` its compiled form is not compared with the uncompiled one, as of models with stochastic depth.
+    """
 
     def __init__(
-        self, name: str, size: Size, inputs: tuple[Tensor, ...], mode: str, compile_mode: str, window_s: float
+        self, name: str, setting: Setting, inputs: tuple[Tensor, ...], window_s: float, check: bool = True
     ) -> None:
-        self.name, self.mode, self.inputs, self.loss_of = name, mode, inputs, family_of(name).loss
+        family, mode, compile_mode = family_of(name), setting.mode, setting.compile
+        self.name, self.mode, self.inputs, self.loss_of = name, mode, inputs, family.loss
         self.device = inputs[0].device
         self.last: Tensor | None = None
         self.rates: list[float] = []
         on_gpu = self.device.type == "cuda"
         before = torch.cuda.memory_allocated(self.device) if on_gpu else 0
         torch.manual_seed(0)
-        self.model = families.make_model(name, size).to(self.device).train(mode == "train")
+        self.model = families.make_model(name, setting.size, **family.options).to(self.device).train(mode == "train")
         _fill_zeros(self.model)
         self.call: Callable[..., Tensor] = self.model
         self.compile_s: float | None = None
@@ -94,7 +98,7 @@ class Contestant:
             compile_blocks(self.model)
         elif compile_mode != "none":
             self.call = torch.compile(self.model, mode=compile_mode)
-        if compile_mode != "none":
+        if compile_mode != "none" and check:
             self._check_compiled()
         if mode == "train":
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
@@ -173,7 +177,7 @@ def _cache_hits() -> int:
 
 def open_contestant(name: str, setting: Setting, device: torch.device, window_s: float) -> Contestant:
     inputs = family_of(name).inputs(setting.batch, setting.size, torch.Generator(device).manual_seed(0))
-    return Contestant(name, setting.size, inputs, setting.mode, setting.compile, window_s)
+    return Contestant(name, setting, inputs, window_s)
 
 
 def compare(names: Sequence[str], setting: Setting, arguments: argparse.Namespace) -> list[Row]:
@@ -306,8 +310,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """One line and exit code 1 for what cannot run."""
-    sizes, batch, names = arguments.sizes, arguments.batch, arguments.models or []
-    names = [*names, *([arguments.baseline] if arguments.baseline else [])]
+    sizes, batch, names = arguments.sizes, arguments.batch, given_models(arguments)
     if arguments.baseline and not arguments.models:
         raise SystemExit("error: --baseline needs --models; the whole table has its baselines.")
     if arguments.models and len(batch) not in (1, len(sizes)):
@@ -321,12 +324,13 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise SystemExit("error: dit_* models cannot be compared with image classifiers.")
 
 
-def name_of_results(models: Sequence[str] | None, baseline: str | None) -> str:
-    """Name the file of a run: of --models by their family and the head mixes of all, of the whole table "models"."""
-    words = [
-        families.read_spelling(spelling)[0].split("_")
-        for spelling in (*(models or ()), *([baseline] if baseline else ()))
-    ]
+def given_models(arguments: argparse.Namespace) -> list[str]:
+    return [*(arguments.models or ()), *([arguments.baseline] if arguments.baseline else ())]
+
+
+def name_of_results(spellings: Sequence[str]) -> str:
+    """Name the file of a run: "models" for the whole table; family and head mixes follow for given models."""
+    words = [families.read_spelling(spelling)[0].split("_") for spelling in spellings]
     mixes = sorted({word for name in words for word in name if word in HEAD_MIXES})
     return "_".join(["models", *(words[0][:1] if words else ()), *mixes])
 
@@ -347,9 +351,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(arguments.jobs, spawn) if arguments.jobs > 1 else None
 
-    path = measuring.results_path(arguments, name_of_results(arguments.models, arguments.baseline))
-    rows = {key_of(row): row for row in (read_csv(path) if path and path.exists() else ())}
-    rows = {key: row for key, row in rows.items() if not row["note"].startswith(FAILED)}
+    path = measuring.results_path(arguments, name_of_results(given_models(arguments)))
+    known = read_csv(path) if path and path.exists() else []
+    if any("note" not in row for row in known):
+        raise SystemExit(f"error: {path} is of an earlier version of this script; choose another --out.")
+    rows = {key_of(row): row for row in known if not row["note"].startswith(FAILED)}
     longest_s, failures = 0.0, []
     for setting in settings_of(arguments):
         begun = time.monotonic()

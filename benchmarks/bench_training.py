@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.bench_models import Contestant
+from benchmarks.model_table import Setting
 from headmix_lab.measuring import add_options, environment, fill, open_device, release_memory, results_path, write_csv
 from headmix_lab.model_families import check_spellings, family_of, read_spelling
 from headmix_lab.tables import print_table
@@ -175,7 +176,8 @@ def measure(spelling: str, arguments: argparse.Namespace) -> list[Row]:
 
     def bare() -> float:
         forget()
-        step = Contestant(spelling, size, inputs, "train", arguments.compile, window_s=0.01)
+        setting = Setting((), size, arguments.batch, "train", arguments.compile)
+        step = Contestant(spelling, setting, inputs, window_s=0.01, check=False)
         step.steps = arguments.warmup_steps
         step.window()
         step.steps = timed_steps

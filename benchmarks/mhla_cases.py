@@ -98,18 +98,14 @@ def packed_inputs(shape: Shape, generator: torch.Generator) -> tuple[Tensor, ...
     return raster_inputs(shape, generator)[:3]
 
 
-def head_inputs(shape: Shape, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """q, k, v [B, H, N, D], each contiguous."""
-    return draw_leaves(
-        *(draw_normal((shape.batch, shape.heads, shape.tokens, shape.head_dim), generator) for _ in range(3))
-    )
-
-
 def token_inputs(shape: Shape, generator: torch.Generator) -> tuple[Tensor, ...]:
     """q, k, v [B, N, H, D], each contiguous."""
-    return draw_leaves(
-        *(draw_normal((shape.batch, shape.tokens, shape.heads, shape.head_dim), generator) for _ in range(3))
-    )
+    return draw_leaves(*(x.contiguous() for x in packed_inputs(shape, generator)))
+
+
+def head_inputs(shape: Shape, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """q, k, v [B, H, N, D], each contiguous."""
+    return draw_leaves(*(x.transpose(1, 2).contiguous() for x in packed_inputs(shape, generator)))
 
 
 def block_inputs(shape: Shape, generator: torch.Generator) -> tuple[Tensor, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import timm
@@ -20,11 +20,12 @@ Size = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model: name of its size argument, its inputs and its loss."""
+    """A kind of model: name of its size argument, its inputs, its loss, and options that take randomness out of it."""
 
     size: str
     inputs: Callable[[int, Size, torch.Generator], tuple[Tensor, ...]]
     loss: Callable[[Tensor, tuple[Tensor, ...]], Tensor]
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def _places(size: Size) -> tuple[int, ...]:
@@ -56,7 +57,7 @@ def _latent_loss(prediction: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
 
 
 FAMILIES = {
-    "dit": Family("input_size", _latent_inputs, _latent_loss),
+    "dit": Family("input_size", _latent_inputs, _latent_loss, {"class_dropout": 0.0}),
     "image": Family("img_size", _image_inputs, _image_loss),
 }
 
@@ -106,11 +107,10 @@ def _value(text: str) -> Any:
         return text
 
 
-def make_model(spelling: str, size: Size) -> nn.Module:
-    """Make a model for a size of images or latents."""
+def make_model(spelling: str, size: Size, **further: Any) -> nn.Module:
+    """Make a model for a size of images or latents; its spelling wins over further options."""
     name, options = read_spelling(spelling)
-    options[family_of(name).size] = size
-    return timm.create_model(name, **options)
+    return timm.create_model(name, **(further | options | {family_of(name).size: size}))
 
 
 def read_size(text: str) -> Size:

@@ -284,11 +284,5 @@ def parse_arguments(argv: Sequence[str] | None, description: str | None = None) 
     add("--compile", action="store_true", help="compile what is trained alone; its rows are the same but for rounding")
     add("--distilled", default=WARM, help="further options of training the rows `-distilled`, in quotes (%(default)s)")
     add("--short", default=WARM, help="further options of training the rows `-short`, in quotes (%(default)s)")
-    add(
-        "--times",
-        type=int,
-        nargs="*",
-        default=[64, 128, 256],
-        help="frames of the 32 timed clips, nothing for no times",
-    )
+    add("--times", type=int, nargs="*", default=[64, 128, 256], help="frames of the 32 timed clips, nothing for none")
     return parser.parse_args(argv)

@@ -48,6 +48,12 @@ def test_a_second_call_keeps_finished_rows_and_runs_the_others(tmp_path: Path, m
     assert again[0] == rows[0] and all(row["imgs_per_s"] for row in again)
 
 
+def test_tables_of_earlier_versions_are_refused(tmp_path: Path):
+    (tmp_path / "models_cpu.csv").write_text("size,batch,mode,model,imgs_per_s\n64,2,train,deit,1\n")
+    with pytest.raises(SystemExit, match="earlier version"):
+        run(tmp_path)
+
+
 class Broken(nn.Module):
     def forward(self, x):
         raise RuntimeError("it cannot\nrun")
@@ -57,7 +63,7 @@ def test_rows_say_what_fails_or_does_not_fit(tmp_path: Path, monkeypatch):
     """A model too large beside others is timed alone, one too large alone has a note; others keep their speeds."""
     make, resident = model_families.make_model, []
 
-    def make_some(name, size):
+    def make_some(name, size, **further):
         if "linear" in name:
             return Broken()
         if name.startswith("deit_mhla_small:") and resident:
@@ -65,7 +71,7 @@ def test_rows_say_what_fails_or_does_not_fit(tmp_path: Path, monkeypatch):
         if "small_patch16" in name:
             raise torch.OutOfMemoryError
         resident.append(name)
-        return make(name, size)
+        return make(name, size, **further)
 
     monkeypatch.setattr(model_families, "make_model", make_some)
     monkeypatch.setattr(bench, "release_memory", resident.clear)
@@ -93,14 +99,15 @@ def test_the_gate_refuses_compiled_models_that_differ(monkeypatch):
         return call
 
     wrong.eager = True
+    settings = {mode: model_table.Setting((), 64, 2, mode, "default") for mode in bench.MODES}
     monkeypatch.setattr(torch, "compile", wrong)
     monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: Eager(wrong))
     for mode in bench.MODES:
-        bench.Contestant(name, 64, inputs, mode, "default", 0.01)
+        bench.Contestant(name, settings[mode], inputs, 0.01)
     wrong.eager = False
     for mode in bench.MODES:
         with pytest.raises(SystemExit, match="outputs of deit_mhla_tiny"):
-            bench.Contestant(name, 64, inputs, mode, "default", 0.01)
+            bench.Contestant(name, settings[mode], inputs, 0.01)
 
 
 class Eager:
@@ -153,6 +160,6 @@ def test_options_follow_the_name_of_a_model():
 
 def test_comparisons_of_head_mixes_have_a_file_of_their_own():
     name_of = bench.name_of_results
-    assert name_of(None, None) == "models"
-    assert name_of(["deit_mhla_small"], "deit_small_patch16_224") == "models_deit"
-    assert name_of(["dit_mhla_mea_s_2", "dit_iha_s_2:global_every=5"], "dit_softmax_s_2") == "models_dit_iha_mea"
+    assert name_of([]) == "models"
+    assert name_of(["deit_mhla_small", "deit_small_patch16_224"]) == "models_deit"
+    assert name_of(["dit_mhla_mea_s_2", "dit_iha_s_2:global_every=5", "dit_softmax_s_2"]) == "models_dit_iha_mea"
