@@ -115,14 +115,8 @@ class Runs:
         options: list[object] = ["-c", "folder", "--model.img_size", case.size, "--model.features.steps", 0]
         options += [part for name, value in swap.items() for part in (f"--model.{name}", value)]
         options += ["--model.attention.steps", given.attention_steps, "--data.batch_size", given.batch]
-        options += [
-            "--data.dataset",
-            self.task.learned,
-            "--data.train_split",
-            "train",
-            "--data.val_split",
-            "validation",
-        ]
+        options += ["--data.dataset", self.task.learned]
+        options += ["--data.train_split", "train", "--data.val_split", "validation"]
         options += ["--data.holdout_every", "null", "--trainer.limit_val_batches", given.val_batches]
         options += ["--trainer.devices", 1, "--trainer.enable_progress_bar", "false"]
         return [*options, "--trainer.enable_model_summary", "false", *shlex.split(given.options)]
