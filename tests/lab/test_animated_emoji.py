@@ -19,6 +19,7 @@ from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.errors import InputError
 from headmix_vision.files.pictures import read_png
+from headmix_vision.files.video import write_video
 
 CLIP = Shape(size=16, frames=4)
 NAMES = [f"1f40{number:x}" for number in range(16)]  # animals, each a thing of its own
@@ -218,6 +219,10 @@ def test_mp4_holds_nearly_the_same_pixels(clips: Path, sources: list[Path], tmp_
         for folder in (clips, tmp_path / "clips")
     )
     assert (png.read(0)[0] - mp4.read(0)[0]).abs().mean() < 0.01
+    noise = np.random.default_rng(0).integers(0, 256, (24, 64, 64, 3), dtype=np.uint8)
+    for number in range(6):
+        write_video(tmp_path / f"{number}.mp4", noise, 8, full_chroma=True)
+    assert len({(tmp_path / f"{number}.mp4").read_bytes() for number in range(6)}) == 1
 
 
 def test_what_is_wrong_with_sources_and_options(sources: list[Path], tmp_path: Path) -> None:
