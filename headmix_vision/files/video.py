@@ -415,8 +415,10 @@ def _encode_mp4(frames: np.ndarray, frame_rate: float, full_chroma: bool) -> byt
         stream.height, stream.width = pixels.shape[1:3]
         stream.pix_fmt, stream.options = "yuv420p", {"crf": _CRF}
         if full_chroma:
-            stream.pix_fmt, stream.options = "yuv444p", {"crf": _TRAINING_CRF, "preset": "veryslow"}
-            stream.codec_context.thread_count = 1  # with more, x264 does not repeat its bytes
+            # x264 does not repeat its bytes with several threads, nor with its tree of macroblocks in small frames
+            stream.codec_context.thread_count = 1
+            options = {"crf": _TRAINING_CRF, "preset": "veryslow", "x264-params": "mbtree=0"}
+            stream.pix_fmt, stream.options = "yuv444p", options
         for name, number in _WRITTEN_COLOURS.items():
             setattr(stream.codec_context, name, number)
         for image in pixels:
