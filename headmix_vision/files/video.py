@@ -417,8 +417,8 @@ def _encode_mp4(frames: np.ndarray, frame_rate: float, full_chroma: bool) -> byt
         if full_chroma:
             # x264 does not repeat its bytes with several threads, nor with its tree of macroblocks in small frames
             stream.codec_context.thread_count = 1
-            options = {"crf": _TRAINING_CRF, "preset": "veryslow", "x264-params": "mbtree=0"}
-            stream.pix_fmt, stream.options = "yuv444p", options
+            stream.pix_fmt = "yuv444p"
+            stream.options = {"crf": _TRAINING_CRF, "preset": "veryslow", "x264-params": "mbtree=0"}
         for name, number in _WRITTEN_COLOURS.items():
             setattr(stream.codec_context, name, number)
         for image in pixels:
