@@ -62,7 +62,12 @@ class Task(NamedTuple):
         """Headers of the scores by column; guidance is chosen by the first one."""
         if not self.clips:
             return {"fid": "FID", **_JUDGED}
-        distances = {"fvd": "FVD", "kvd": "KVD", "frame_fid": "FID of frames", "sheets_fvd": "FVD, judge's features"}
+        distances = {
+            "fvd": "FVD",
+            "kvd": "KVD x 1000",
+            "frame_fid": "FID of frames",
+            "sheets_fvd": "FVD, judge's features",
+        }
         return {**distances, **_JUDGED, "loop": "loop closure"}
 
     @property
@@ -162,7 +167,7 @@ class Scores:
         sides = [features.statistics(one).gaussians["frames"] for one in (real, samples)]
         size = kid_subset_size(min(len(real), len(samples)), None)
         kernel, _ = kernel_distance(features.collect(real), features.collect(samples), _KID_SUBSETS, size)
-        return {"fvd": distance, "kvd": kernel, "frame_fid": frechet_distance(*sides)}
+        return {"fvd": distance, "kvd": 1000 * kernel, "frame_fid": frechet_distance(*sides)}
 
     def _of_clips(self, real: SampleSet, samples: SampleSet, controls: bool) -> dict[str, float]:
         features, judge = self.scorer(self.given.features), self.scorer(self.judge)
