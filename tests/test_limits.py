@@ -72,6 +72,25 @@ def test_containers_limit_the_memory(version: int, tmp_path: Path, monkeypatch: 
     assert reading._rooms_in_groups() == [1300]
 
 
+@pytest.mark.parametrize(
+    ("said", "groups"),
+    [
+        ("0::/a/b\n", ["a/b", "a", ""]),
+        ("0::/\n", [""]),
+        ("3:cpu,memory:/a/b\n2:cpu:/c\nx:y\n", ["memory/a/b", "memory/a", "memory"]),
+    ],
+)
+def test_containers_are_those_of_the_process_and_around_it(
+    said: str, groups: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cgroup").write_text(said)
+    monkeypatch.setattr(reading, "Path", lambda path: tmp_path / Path(path).name)
+    monkeypatch.setattr(reading, "_CONTROL_GROUPS", tmp_path)
+    assert [place.relative_to(tmp_path) for place in reading._groups()] == [Path(group) for group in groups]
+    (tmp_path / "cgroup").unlink()
+    assert reading._groups() == []
+
+
 def test_memory_and_workers_beyond_the_machine_are_refused() -> None:
     check_memory(1 << 20, "a little")
     with pytest.raises(InputError, match=r"^x of 9 needs 1.0e\+18 bytes of memory, .* GB is left$"):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from inputs import photo
 from lightning.pytorch import LightningModule, Trainer
 
 from headmix_vision.errors import InputError
@@ -151,10 +152,16 @@ def test_lines_in_a_log_that_is_no_terminal(tmp_path: Path, capfd: pytest.Captur
     rates = [float(row["train/images_per_s"]) for row in rows if row["train/loss"]]
     assert rates == pytest.approx([int(line.split(" images/s")[0].split()[-1]) for line in epochs], abs=1)
     assert f"loss {float(rows[-1]['train/loss']):.4f}, val loss {float(rows[-1]['val/loss']):.4f}, " in epochs[1]
-    assert run("validate", "--run_dir", tmp_path / "run") == 0
-    captured = capfd.readouterr()
-    assert "\r" not in captured.out + captured.err
-    assert "validating: 2/2 batches, " in captured.err
+    photo(size=(8, 8)).save(tmp_path / "image.png")
+    predict = ("predict", "--data.predict_path", tmp_path / "image.png")
+    for command, said in (
+        (("validate",), "validating: 2/2"),
+        (("test",), "testing: 23/23"),
+        (predict, "predicting: 1/1"),
+    ):
+        assert run(*command, "--run_dir", tmp_path / "run") == 0
+        captured = capfd.readouterr()
+        assert "\r" not in captured.out + captured.err and f"{said} batches, " in captured.err
 
 
 def test_an_epoch_that_is_cut_short_has_no_loss_and_the_run_is_named(
