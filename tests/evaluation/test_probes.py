@@ -62,6 +62,8 @@ def test_balanced_accuracy_is_the_mean_over_classes() -> None:
     wrong = Labelled(two.features[[0, 3, 1, 4]], np.array([0, 0, 0, 1]))  # the third is of class 1
     found = linear_probe(train, wrong)
     assert found.top1 == 0.75 and found.balanced == pytest.approx((2 / 3 + 1) / 2)
+    uneven = Labelled(two.features[[0, 3, 1, 4, 2, 2]], np.array([0, 0, 0, 1, 2, 2]))
+    assert linear_probe(train, uneven).balanced == pytest.approx((2 / 3 + 1 + 1) / 3)
 
 
 def test_command_probes_a_model_of_the_package_and_a_folder_of_timm(folder: Path, tmp_path: Path) -> None:

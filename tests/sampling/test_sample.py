@@ -181,6 +181,7 @@ def test_the_spacing_of_timesteps_is_recorded(tmp_path: Path, capfd: pytest.Capt
     ddpm, out = save_pipeline(tmp_path / "model", kind="ddpm"), tmp_path / "out"
     command = ("--model", ddpm, "--num", 2, "--steps", 3, "--scheduler", "ddim")
     assert run(*command, "--spacing", "linspace", "--out", out) == 0
+    assert "sampling: 2/2 images, " in capfd.readouterr().err
     metadata = json.loads((out / "metadata.json").read_text())
     assert metadata["settings"]["spacing"] == metadata["settings"]["scheduler_config"]["timestep_spacing"] == "linspace"
     assert "holds samples with spacing 'linspace'" in refused(capfd, *command, "--spacing", "trailing", "--out", out)
