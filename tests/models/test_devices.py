@@ -35,11 +35,13 @@ def test_images_are_classified_on_any_device(attention, options):
 
 
 @pytest.mark.parametrize("mix", [None, "iha", "mea"])
-@pytest.mark.parametrize("core", ["hih", "linear", "mhla", "softmax"])
+@pytest.mark.parametrize("core", ["hih", "hih of one", "linear", "mhla", "softmax"])
 def test_a_layer_has_its_tensors_where_and_as_they_are_asked_for(core, mix):
     options = {"cpe": True, "qk_norm": True, "input_norm": True, "output_gate": True, "output_norm": True}
     options |= {"scale_norm": True, "lepe": 0 if mix else 3}
     options |= {"core_args": {"mask": "token"} if core == "hih" and mix else {}}
+    if core == "hih of one":
+        core, options["core_args"] = "hih", {"num_sub_heads": 1}
     layer = HeadMixAttention(16, 2, core, mix, **options, device="meta", dtype=torch.float64)
     tensors = [*layer.parameters(), *layer.buffers()]
     assert {x.device.type for x in tensors} == {"meta"}
