@@ -66,8 +66,14 @@ def test_balanced_accuracy_is_the_mean_over_classes() -> None:
     assert linear_probe(train, uneven).balanced == pytest.approx((2 / 3 + 1 + 1) / 3)
 
 
-def test_command_probes_a_model_of_the_package_and_a_folder_of_timm(folder: Path, tmp_path: Path) -> None:
+def test_command_probes_a_model_of_the_package_and_a_folder_of_timm(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "scores.json"
+    told = "would probe deit_mhla_digits on 200 and 100 images on cpu"
+    for options, end in (((), ""), (("--out", out), f", write {out}")):
+        assert run("probe", "--model", "deit_mhla_digits", *SIDES, "--device", "cpu", "--dry-run", *options) == 0
+        assert f"{told}{end}\n" in capsys.readouterr().out and not out.exists()
     assert run("probe", "--model", "deit_mhla_digits", *SIDES, "--out", out, "--device", "cpu") == 0
     known = json.loads(out.read_text())
     assert set(known["scores"]) == {
