@@ -203,6 +203,15 @@ def test_yaml_that_grows_is_refused_before_it_is_loaded(text: str, message: str)
     parse_yaml("a: &a {b: &b 1, c: [*b, *b]}\nd: *a\ne: {<<: *a}")
 
 
+def test_aliases_of_yaml_count_as_what_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "a: &a {b: &b 1, c: [*b, *b]}\nd: *a"  # keys and collections are values too: 2 + 7, and 1 + 7
+    monkeypatch.setattr(reading, "MAX_YAML_VALUES", 17)
+    check_yaml(text)
+    monkeypatch.setattr(reading, "MAX_YAML_VALUES", 16)
+    with pytest.raises(InputError, match="more than 16 values"):
+        check_yaml(text)
+
+
 def forge(path: Path, header: str, data: bytes = b"", name: str = "arr_0.npy", **details: Any) -> Path:
     """Write an npz file whose array states a header of its own."""
     text = header.encode().ljust(118) + b"\n"

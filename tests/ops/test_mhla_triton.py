@@ -290,6 +290,19 @@ def test_zero_and_large_features_stay_finite(impl):
     assert relative_error(large, mhla(q, k, v, mixing, UNEVEN, impl=impl)) < 1e-4
 
 
+@pytest.mark.parametrize(("settings", "dtype"), [({}, torch.bfloat16), ({"causal": True}, torch.bfloat16)])
+def test_summaries_are_float32_while_they_are_summed(settings, dtype, monkeypatch):
+    q, v = torch.empty(1, UNEVEN.num_tokens, 2, 8, dtype=dtype), torch.empty(1, UNEVEN.num_tokens, 2, 16, dtype=dtype)
+    whole = triton_summary.part_summaries(q, v, Settings(UNEVEN, **settings))
+    assert (whole.matrix.shape, whole.matrix.dtype) == ((1, 2, UNEVEN.num_blocks, 8, 16), dtype)
+    assert (whole.vector.shape, whole.vector.dtype) == ((1, 2, UNEVEN.num_blocks, 8), torch.float32)
+    assert triton_summary.part_summaries(q, v, Settings(UNEVEN, None)).vector.shape == (1, 2, 0, 8)
+    monkeypatch.setattr(triton_summary, "PART_TOKENS", UNEVEN.max_block_size - 1)
+    parts = triton_summary.part_summaries(q, v, Settings(UNEVEN, **settings))
+    assert parts.matrix.shape == (1, 2, 2 * UNEVEN.num_blocks, 8, 16)
+    assert parts.matrix.dtype == (dtype if settings else torch.float32)
+
+
 def test_empty_batch():
     inputs, d_out = make(UNEVEN, batch=0)
     out, *gradients = run(lambda *x: mhla(*x, UNEVEN, impl="triton"), inputs, d_out)
