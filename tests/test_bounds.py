@@ -160,3 +160,54 @@ def test_an_mlp_may_be_of_one_channel(name: str) -> None:
     model(name, mlp_ratio=1 / WIDTH)
     with pytest.raises(InputError, match="leaves the MLP no width"):
         model(name, mlp_ratio=0.99 / WIDTH)
+
+
+POSITIVE: list[tuple[Callable[..., Any], str]] = [
+    (options.FeaturesStage, "lr"),
+    (options.LabelsStage, "temperature"),
+    (ClipConfig, "frame_rate"),
+    (partial(MovingDigits, "train"), "frame_rate"),
+]
+FLAGS: list[tuple[Callable[..., Any], str]] = [
+    *((layer, name) for name in ("qk_norm", "input_norm", "output_norm", "output_gate")),
+    *((partial(of_core, "mhla"), name) for name in ("mixing_trainable", "mixing_clip", "mixing_per_head", "causal")),
+    *((partial(model, DIT), name) for name in ("learned_variance", "sit_time")),
+    (images, "skip_unlabelled"),
+]
+CHOICES: list[tuple[Callable[..., Any], str]] = [
+    (layer, "core"),
+    *((partial(of_core, "mhla"), name) for name in ("normalizer", "feature_map", "impl", "mixing_init")),
+    *((partial(of_core, "hih"), name) for name in ("mask", "scans", "impl")),
+    *((partial(of_mix, "iha"), name) for name in ("collapse", "impl")),
+    *((partial(model, VIT), name) for name in ("global_pool", "pos_embed", "weight_init")),
+    (partial(model, DIT), "positions"),
+]
+
+
+@pytest.mark.parametrize(("make", "name"), POSITIVE)
+def test_what_must_be_above_zero_may_be_small_and_not_zero(make: Callable[..., Any], name: str) -> None:
+    make(**{name: 1e-9})
+    for value in (0, -1.0, INF, math.nan, True):
+        with pytest.raises(InputError, match=f"{name} must be a finite number above 0"):
+            make(**{name: value})
+
+
+@pytest.mark.parametrize(("make", "name"), FLAGS)
+def test_flags_are_true_or_false(make: Callable[..., Any], name: str) -> None:
+    for value in ("false", 1):
+        with pytest.raises(InputError, match=f"{name} must be true or false"):
+            make(**{name: value})
+
+
+@pytest.mark.parametrize(("make", "name"), CHOICES)
+def test_choices_are_listed(make: Callable[..., Any], name: str) -> None:
+    with pytest.raises(InputError, match=f"{name.replace('mixing_', 'mixing ')} must be one of"):
+        make(**{name: "other"})
+
+
+@pytest.mark.parametrize(
+    "make", [partial(model, VIT), partial(model, DIT), partial(of_core, "hih"), partial(of_mix, "iha")]
+)
+def test_unknown_names_are_refused(make: Callable[..., Any]) -> None:
+    with pytest.raises(InputError, match="other"):
+        make(other=1)
