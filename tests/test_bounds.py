@@ -19,6 +19,9 @@ from headmix_vision.errors import InputError
 from headmix_vision.evaluation.sample_sets import ClipSampling
 from headmix_vision.layers.attention import HeadMixAttention
 from headmix_vision.layers.block_mixing import MixingMatrix
+from headmix_vision.models.compress import compress_heads
+from headmix_vision.models.converted import check_layers
+from headmix_vision.ops.sample_grids import SampleGrids
 from headmix_vision.ops.token_blocks import TokenBlocks
 from headmix_vision.training import options
 
@@ -52,6 +55,14 @@ def cut_again(block_grid: int) -> None:
 
 def model(name: str, **values: Any) -> None:
     timm.create_model(name, **{"depth": 2, "embed_dim": WIDTH, "num_heads": 2, **values}, device="meta")
+
+
+def parted(axis: int) -> None:
+    timm.create_model(DIT, device="meta").context_parallel(None, axis=axis)
+
+
+def compressed(component_heads: int) -> None:
+    compress_heads(timm.create_model("deit_softmax_digits", depth=1, embed_dim=16, num_heads=2), component_heads)
 
 
 def images(**values: Any) -> None:
@@ -94,6 +105,10 @@ COUNTS: list[tuple[Callable[..., Any], str, float, float]] = [
     *((partial(model, DIT), name, 1, INF) for name in ("depth", "embed_dim", "in_channels", "num_heads")),
     *((partial(model, DIT), name, 1, INF) for name in ("input_size", "patch_size", "block_grid")),
     (partial(model, DIT), "num_classes", 0, INF),
+    (parted, "axis", 0, 1),
+    (compressed, "component_heads", 1, 2),
+    (lambda layer: check_layers([layer], 3), "layer", 0, 2),
+    (partial(SampleGrids.of, [(2, 3), (4, 1)]), "num_tokens", 6, INF),
     (images, "batch_size", 1, INF),
     (images, "eval_batch_size", 1, INF),
     (images, "seed", 0, INF),

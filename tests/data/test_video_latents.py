@@ -133,7 +133,8 @@ def test_pixels_and_latents_are_brought_to_the_type_and_device_of_the_module(mak
     half = Autoencoder(module, dtype=torch.bfloat16)
     mean, std = half.moments(torch.rand(1, 3, 1, 32, 32))
     assert std is not None and mean.dtype == std.dtype == half.decode(mean).dtype == torch.float32
-    there = Autoencoder(None, device="meta")
+    there = load_autoencoder("none", "meta", torch.bfloat16)
+    assert there.dtype == torch.bfloat16
     assert (
         there.moments(torch.rand(1, 3, 8, 8))[0].device == there.decode(torch.rand(1, 3, 8, 8)).device == there.device
     )

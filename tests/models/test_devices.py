@@ -74,6 +74,17 @@ def test_samples_are_drawn_where_the_noise_is(name, objective):
     assert drawn.device.type == "cpu"
 
 
+@pytest.mark.parametrize("sit_time", [False, True])
+@pytest.mark.parametrize("positions", ["sincos", "rope"])
+@pytest.mark.parametrize("core", ["hih", "mhla"])
+def test_generators_have_their_tensors_where_and_as_they_are_asked_for(core, positions, sit_time):
+    options = {**CLIPS, "sit_time": sit_time, "positions": positions, "cpe": core == "mhla", "embed_dim": 48}
+    model = timm.create_model(f"dit_video_{core}_s_2", **options, device="meta", dtype=torch.float64)
+    tensors = [*model.parameters(), *model.buffers()]
+    assert {x.device.type for x in tensors} == {"meta"}
+    assert {x.dtype for x in tensors if x.is_floating_point()} == {torch.float64}
+
+
 @pytest.mark.parametrize(
     ("name", "options", "objective", "grid"),
     [
