@@ -10,7 +10,7 @@ import torch
 from timm.models import save_for_hf
 
 from headmix_vision.evaluation import ProbeRequest, evaluate
-from headmix_vision.evaluation.extractors import open_backbone
+from headmix_vision.evaluation.extractors import BackboneExtractor, open_backbone
 from headmix_vision.evaluation.probes import Labelled, linear_probe, nearest_neighbours
 
 from .helpers import refused, run
@@ -99,6 +99,19 @@ def test_features_are_those_of_the_network(folder: Path) -> None:
     torch.testing.assert_close(found["class_token"], hidden[:, 0])
     torch.testing.assert_close(found["patch_mean"], hidden[:, 1:].mean(1))
     assert found["patches"].shape == (3, 16, 24)
+
+
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "test_resnet"])
+def test_places_of_feature_maps_are_patches(name: str) -> None:
+    sizes = {"embed_dim": 8, "depths": (1, 1), "num_heads": (1, 2), "img_size": 32, "window_size": 4}
+    network = timm.create_model(name, num_classes=0, **(sizes if "swin" in name else {})).eval()
+    pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    extractor = BackboneExtractor(network, name, input_size=32)
+    found, hidden = extractor(pixels), extractor.last_features(pixels)
+    channels_last = hidden if "swin" in name else hidden.movedim(1, -1)
+    assert torch.equal(found["patches"], channels_last.reshape(2, -1, channels_last.shape[-1]))
+    torch.testing.assert_close(found["patch_mean"], channels_last.mean((1, 2)))
+    assert set(found) == {"patches", "patch_mean"}
 
 
 @pytest.mark.parametrize(
