@@ -32,7 +32,7 @@ ASKING = {"getattr", "hasattr", "isinstance", "issubclass", "setattr"}  # with o
 UNSEEN = {"fsync"}
 UNSEEN_KEYWORDS = {
     "daemon", "flush", "low_cpu_mem_usage", "maxnreg", "maxsize", "memory_format", "non_blocking", "num_stages",
-    "num_warps", "stacklevel", "strict",
+    "num_warps", "repr", "stacklevel", "strict",
 }  # fmt: skip
 REPRESENTING = {"__repr__", "__str__", "extra_repr"}
 COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {

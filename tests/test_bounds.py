@@ -23,6 +23,7 @@ from headmix_vision.models.compress import compress_heads
 from headmix_vision.models.converted import check_layers
 from headmix_vision.ops.sample_grids import SampleGrids
 from headmix_vision.ops.token_blocks import TokenBlocks
+from headmix_vision.runs.teachers import _preprocessing
 from headmix_vision.training import options
 
 INF = math.inf
@@ -143,6 +144,17 @@ NUMBERS: list[tuple[Callable[..., Any], str, float, float]] = [
     (images, "max_unreadable", 0, 1),
     (images, "crop_pct", 0, 1),
     (partial(GenerationData, dataset="digits"), "hflip", 0, 1),
+]
+
+
+def prepared(**found: Any) -> None:
+    _preprocessing("config.json", found)
+
+
+NUMBERS += [
+    (prepared, "mean", -1e6, 1e6),
+    (prepared, "std", 1e-6, 1e6),
+    (prepared, "crop_pct", 1e-3, 10),
 ]
 
 
