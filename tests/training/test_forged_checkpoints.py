@@ -171,7 +171,7 @@ def test_a_run_without_average_goes_on_from_the_trained_weights(
     )
 
 
-FORMS: list[tuple[object, list[object], list[object]]] = [
+ENTRIES: list[tuple[object, list[object], list[object]]] = [
     ({"a": 1}, [{"a": 0}, {"a": 2**53 - 1, "b": None}], [[], {}, {"a": -1}, {"a": 2**53}, {"a": True}, {"a": 1.0}]),
     ([1], [[], [0, 5]], [{}, (1,), [1, -1], ["1"]]),
     ([], [[], [None, "x"]], [{}, None]),
@@ -183,7 +183,7 @@ FORMS: list[tuple[object, list[object], list[object]]] = [
 ]
 
 
-@pytest.mark.parametrize(("form", "alike", "others"), FORMS)
+@pytest.mark.parametrize(("form", "alike", "others"), ENTRIES)
 def test_values_have_the_form_of_another(form: object, alike: list[object], others: list[object]) -> None:
     for found in alike:
         check_form("x", found, form)
