@@ -16,6 +16,7 @@ from torch import Tensor
 from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest
+from headmix_vision.data.datasets.videos import open_video_folder
 from headmix_vision.data.generation import GenerationData
 from headmix_vision.data.latent_cache import EvenClips
 from headmix_vision.data.stills import StillsConfig
@@ -104,6 +105,8 @@ def test_tables(root: Path, tmp_path: Path) -> None:
     assert videos.class_names == ["9", "10"] and [videos.read(i)[1] for i in range(2)] == [1, 0]
     assert numbers(videos.read_part(1, 0.0)[0]) == [4, 5, 6, 7] and numbers(videos.read_part(1, 1.0)[0]) == [6, 7, 8, 9]
     assert numbers(source(table, split="test").read_part(0, 0.0)[0]) == [2, 3, 4, 5]
+    request = SplitRequest("videos", "test", (3, 4, 8, 8), "caching")
+    assert numbers(open_video_folder(table, request).read_part(0, 0.0)[0]) == [2, 3, 4, 5]
     (tmp_path / "train.csv").write_text("path,label\nclips/run/run0.mp4,a\n")
     assert source(tmp_path).class_names == ["a"]
     for text, message in (
