@@ -41,7 +41,7 @@ _JUDGED = {
 
 
 class Task(NamedTuple):
-    """What models draw.
+    """A data set that models draw after, and how it is scored.
 
     Args:
         dataset: The data set, which is also the judge's.

@@ -19,8 +19,8 @@ class StillsConfig:
 
     Args:
         share: Share of the training batches that are stills.
-        dataset: Data set of the stills, images or clips, of the same classes or some of them; that of the clips when
-            null, of which single frames are taken.
+        dataset: Data set of the stills: images or clips, of all classes or of some. When null, single frames of the
+            clips are the stills.
         root: Place of that data set.
         split: Its split.
 
