@@ -22,7 +22,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# In less than five minutes on two idle CPU cores: train a classifier on real digits, draw the test digits with their
+# Train a classifier on real digits, draw the test digits with their
 # predictions, export, load the export through timm; train a generator, draw samples, score these with the classifier.
 demo: install
 	$(BIN)/headmix train-cls fit --trainer.max_epochs 16 --run-dir runs/demo --overwrite

@@ -16,6 +16,8 @@ from torch.nn.functional import normalize
 from headmix_vision.analysis.attention_matrices import attention_layers, record_attention
 from headmix_vision.analysis.figures import Panels, positive_scale
 from headmix_vision.errors import InputError
+from headmix_vision.layers import SwappedAttention
+from headmix_vision.ops import TokenGrid
 
 Place = tuple[int, ...]
 _PANEL_IN = 1.3
@@ -67,7 +69,10 @@ def attention_maps(
     found = attention_layers(network)
     if not found:
         raise InputError(f"{model} has no attention layers of this package")
-    grid = found[-1].attention.grid
+    layer = found[-1].attention
+    grid = layer.grid
+    if isinstance(layer, SwappedAttention):
+        grid = TokenGrid(layer.grid_of_call.shape, grid.num_prefix_tokens)
     places = list(places) or [tuple(size // 2 for size in grid.shape)]
     for place in places:
         if len(place) != len(grid.shape) or any(not 0 <= at < size for at, size in zip(place, grid.shape, strict=True)):
