@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.measuring import (
+from headmix_lab.measuring import (
     add_options,
     as_graph,
     environment,
@@ -45,14 +45,14 @@ from benchmarks.measuring import (
     times_ms,
     write_csv,
 )
-from headmix_lab.tables import markdown_table
+from headmix_lab.tables import print_table
 from headmix_vision.console import end_without_others
 from headmix_vision.layers import HeadMixAttention
 from headmix_vision.models import HeadMixVideoDiT
 from headmix_vision.ops import TokenBlocks, TokenRanks, mhla
 from headmix_vision.ops.token_ranks import even_axis
 
-HEADER = ("what", "tokens", "blocks", "pass", "one, ms", "spread, ms", "ratio", "sent, MB")
+SHOWN = dict.fromkeys(("what", "tokens", "blocks", "pass"), "") | {"one_ms": ".3f", "spread_ms": ".3f", "ratio": ".2f"}
 DEFAULTS: dict[str, Any] = {
     "grids": ["21x30x50/3x5x2", "21x30x50/3x5x10", "64x64x64/4x8x8"],
     "heads": 12,
@@ -68,6 +68,7 @@ TINY_DEFAULTS: dict[str, Any] = {
     "repeats": 2,
 }
 COLLECTIVES = ("all_gather_into_tensor", "all_reduce", "all_to_all_single")
+SHOWN |= {f"{name}_bytes": "," for name in COLLECTIVES}
 
 Row = dict[str, Any]
 Call = Callable[[], object]
@@ -245,14 +246,6 @@ def measure(case: Case, ranks: TokenRanks, arguments: argparse.Namespace) -> Row
     }  # fmt: skip
 
 
-def format_row(row: Row) -> list[str]:
-    sent = sum(row[f"{name}_bytes"] for name in COLLECTIVES) / 1e6
-    return [
-        row["what"], f"{row['tokens']:,}", str(row["blocks"]), row["pass"], f"{row['one_ms']:.3f}",
-        f"{row['spread_ms']:.3f}", f"{row['ratio']:.2f}x", f"{sent:.2f}",
-    ]  # fmt: skip
-
-
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grids", nargs="+", help="tokens/blocks of clips, as in 21x30x50/3x5x10")
@@ -286,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def compare(grids: Sequence[TokenBlocks], arguments: argparse.Namespace) -> None:
     facts, rows, size = environment(arguments.device), [], dist.get_world_size()
-    show = print if dist.get_rank() == 0 else lambda *args, **kwargs: None
+    show, show_rows = (print, print_table) if dist.get_rank() == 0 else 2 * (lambda *args: None,)
     show(f"{size} x {facts['device']}, torch {facts['torch']}, bf16")
     path = results_path(arguments, "context_parallel") if dist.get_rank() == 0 else None
     for blocks in grids:
@@ -297,9 +290,8 @@ def compare(grids: Sequence[TokenBlocks], arguments: argparse.Namespace) -> None
         show("\nrelative error of mhla: {error_one:.2e} on one, {error_spread:.2e} on all".format(**errors))
         for case in cases(blocks, ranks, arguments):
             rows.append(measure(case, ranks, arguments) | sizes | errors | facts)
-            show(*format_row(rows[-1]), sep="  ", flush=True)
+            show_rows(rows, SHOWN)
             write_csv(path, rows)  # after each: the next may take more memory than there is
-    show(f"\n{markdown_table(HEADER, [format_row(row) for row in rows])}\n")
 
 
 if __name__ == "__main__":

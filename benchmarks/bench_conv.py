@@ -15,15 +15,25 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.columns import Column, Row, beyond_budget, cells_of, measure_all, print_rows, results, run_checks
-from benchmarks.measuring import add_options, begin, open_device, results_path, write_csv
+from benchmarks.columns import (
+    Column,
+    Row,
+    beyond_budget,
+    cells_of,
+    measure_all,
+    print_rows,
+    results,
+    run_checks,
+    run_compiled,
+)
+from headmix_lab.measuring import add_options, begin, open_device, results_path, write_csv
 from headmix_vision.ops import grid_conv
 
 DTYPE = torch.bfloat16
@@ -96,21 +106,11 @@ def run_pytorch(shape: Shape, x: Tensor, weight: Tensor, bias: Tensor | None = N
     return F.silu(out) if shape.options["silu"] else out
 
 
-@lru_cache
-def _compiled() -> Any:
-    return torch.compile(run_pytorch, dynamic=False)
-
-
-def run_compiled(shape: Shape, *inputs: Tensor) -> Tensor:
-    out: Tensor = _compiled()(shape, *inputs)
-    return out
-
-
 COLUMNS = {
     "cuda": (
         Column("ours", make, run_ours, ours=True),
         Column("pytorch", make, run_pytorch),
-        Column("compiled", make, run_compiled),
+        Column("compiled", make, partial(run_compiled, run_pytorch)),
     ),
     "cpu": (Column("ours", make, run_ours, ours=True), Column("pytorch", make, run_pytorch)),
 }
@@ -147,7 +147,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     device = open_device(arguments.device)
     shapes = [SHAPES[name].tiny() if arguments.tiny else SHAPES[name] for name in arguments.shapes]
-    torch._dynamo.config.recompile_limit = 64  # one function compiles every shape
     begin(device)
     run_checks(partial(check_shape, device=device), shapes, jobs=1)
     print(f"correct: ours at {len(shapes)} shapes, all gradients")

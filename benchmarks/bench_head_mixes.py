@@ -25,9 +25,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.columns import Column, Row, beyond_budget, cells_of, measure_all, print_rows, results
-from benchmarks.head_mixes_cases import CONTESTS, SHAPES, Contest, Shape, Tensors, layer_input, make_layer
-from benchmarks.measuring import add_options, begin, open_device, release_memory, results_path, write_csv
+from benchmarks.columns import (
+    Column,
+    Row,
+    Tensors,
+    beyond_budget,
+    cells_of,
+    measure_all,
+    print_rows,
+    results,
+    run_checks,
+)
+from benchmarks.head_mixes_cases import CONTESTS, SHAPES, Contest, Shape, layer_input, make_layer
+from headmix_lab.measuring import add_options, begin, open_device, release_memory, results_path, write_csv
 
 CORES = ("mhla", "softmax")
 GATE_BATCH = 2
@@ -44,9 +54,9 @@ def check_contest(contest: Contest, shape: Shape, device: torch.device) -> list[
     eager = results(partial(contest.eager, small), inputs, d_outs)
     names = [*(f"output {i}" for i in range(len(d_outs))), *(f"d_input {i}" for i in range(len(inputs)))]
     failures = []
-    for form in (f for f in contest.forms if f.ours and device.type in f.devices):
-        found = results(partial(form.run, small), inputs, d_outs)
-        failures += beyond_budget(f"{shape.name}, {form.name} of {contest.name}", found, eager, exact, names)
+    for column in (c for c in contest.columns if c.ours):
+        found = results(partial(column.run, small), inputs, d_outs)
+        failures += beyond_budget(f"{shape.name}, {column.name} of {contest.name}", found, eager, exact, names)
     return failures
 
 
@@ -57,11 +67,11 @@ def describe(part: str, shape: Shape) -> Row:
 
 
 def time_contest(contest: Contest, shape: Shape, device: torch.device) -> list[Row]:
-    """Time all forms of a contest that run on the device."""
-    forms = [Column(f.name, contest.make, f.run, f.ours) for f in contest.forms if device.type in f.devices]
+    """Time all columns of a contest that run on the device."""
+    columns = [column for column in contest.columns if column.device in (None, device.type)]
     units = contest.units
     floors = (lambda shape: tuple(n * shape.unit_bytes for n in units(shape))) if units else None
-    rows, notes = measure_all([shape], forms, device, math.inf, partial(describe, contest.name), floors)
+    rows, notes = measure_all([shape], columns, device, math.inf, partial(describe, contest.name), floors)
     print(*notes, sep="\n")
     return rows
 
@@ -81,8 +91,7 @@ def time_layers(shape: Shape, device: torch.device) -> list[Row]:
         def make(shape: Shape, generator: torch.Generator, parameters: Tensors = parameters) -> Tensors:
             return (layer_input(shape, generator), *parameters)
 
-        if failures := _check_layer(layer, partial(run, shape), core, shape, device):
-            raise SystemExit("\n".join([*failures, "error: results are wrong, nothing timed."]))
+        run_checks(lambda call: _check_layer(*call), [(layer, partial(run, shape), core, shape, device)], jobs=1)
         column = Column(core, make, run, ours=True)
         rows += measure_all([shape], [column], device, math.inf, partial(describe, "layer"), None)[0]
         torch.compiler.reset()
@@ -134,10 +143,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = open_device(arguments.device)
     shapes = [shape.tiny() if arguments.tiny else shape for shape in SHAPES if shape.name in arguments.shapes]
     contests = [contest for name, contest in CONTESTS.items() if name in arguments.parts]
-    torch._dynamo.config.recompile_limit = 64  # one function compiles every mix
     begin(device)
-    if failures := [line for c in contests for shape in shapes for line in check_contest(c, shape, device)]:
-        raise SystemExit("\n".join([*failures, "error: results are wrong, nothing timed."]))
+    run_checks(lambda item: check_contest(*item, device), [(c, shape) for c in contests for shape in shapes], jobs=1)
     print(f"correct: ours in {', '.join(c.name for c in contests) or 'nothing'} at {len(shapes)} shapes, all gradients")
 
     rows: list[Row] = []

@@ -48,9 +48,9 @@ from benchmarks.hih_cases import (
     sub_head_mask,
     why_no_fla,
 )
-from benchmarks.measuring import begin, release_memory, results_path, write_csv
 from benchmarks.mhla_cases import Shape
 from benchmarks.plots import draw_hih
+from headmix_lab.measuring import begin, release_memory, results_path, write_csv
 from headmix_lab.tables import installed_version
 from headmix_vision.ops import head_in_head
 

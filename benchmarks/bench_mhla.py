@@ -1,4 +1,4 @@
-"""Time and memory of `mhla` against the copy floor, FlashAttention, cuDNN, the released maths and linear attention.
+"""Time and memory of `mhla` against the copy floor, softmax, the released maths, linear and sliding attention.
 
     python -m benchmarks.bench_mhla                        # every shape; writes results/mhla_<device>.csv and the plot
     python -m benchmarks.bench_mhla --shapes deit,k4       # a few rows, printed only (--out DIR writes them)
@@ -6,9 +6,15 @@
     python -m benchmarks.bench_mhla --device cpu --tiny    # tries the script itself where there is no GPU
 
 bf16; `columns.py` describes gate, times and memory. Floor: q, k, v read and o written once, with backward 11/4 of that.
-Our columns, flash_packed, cudnn_packed and flash4 (FlashAttention 4, `pip install flash-attn-4`) read strided views of
-a packed projection, as a model has them. Other columns have the layout that suits them best: the released maths block
-order, the rest [B, H, N, D]. The released maths cannot divide unevenly: 196 and 197 tokens are padded to blocks of 16.
+Our columns, flash_packed, cudnn_packed, flash4 and natten read strided views of a packed projection, as a model has
+them. Other columns have the layout that suits them best: the released maths block order, flex_* tile order, fla_*
+[B, N, H, D], the rest [B, H, N, D]. The released maths cannot divide unevenly: 196 and 197 tokens are padded to
+blocks of 16.
+
+Linear attention: `linear_kernel` is MHLA with one block by our kernels, `linear_compiled` PyTorch operations through
+torch.compile, `fla_fused_chunk` and `fla_chunk` flash-linear-attention's, always causal, their feature map compiled.
+Sliding attention at Wan's shape: each query sees three of MHLA's blocks along each axis, 18 % of the tokens, by tiles
+(`flex_tile`) or around itself (`flex_token`, `natten`). Columns of packages that are missing are left out.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ from benchmarks.columns import (
     beyond_budget,
     cells_of,
     choose,
+    importable,
     measure_all,
     print_exponents,
     print_rows,
@@ -35,18 +42,20 @@ from benchmarks.columns import (
     run_checks,
     warm_up,
 )
-from benchmarks.measuring import begin, results_path, write_csv
 from benchmarks.mhla_cases import (
     COLUMNS,
     DEFAULT_COLUMNS,
+    LINEAR,
     NOT_CAUSAL,
     SHAPES,
     Shape,
+    one_block,
     raster_inputs,
     run_low_precision,
     run_mhla,
 )
 from benchmarks.plots import draw_mhla
+from headmix_lab.measuring import begin, results_path, write_csv
 
 GATE_BATCH, GATE_HEADS = 2, 2
 REFERENCE_MAX_TOKENS = (
@@ -79,10 +88,14 @@ def check_shape(shape: Shape, column_names: Sequence[str], device_name: str) -> 
 
 def gate(shapes: Sequence[Shape], columns: Sequence[Column], device: torch.device, jobs: int) -> None:
     """Exit with the failures, if any: speed is reported for right results only. Processes share the compiling."""
-    ours = [c for c in columns if c.ours]
-    work = [(shape, names) for shape in shapes if (names := [c.name for c in ours if c.applies(shape)])]
+    ours, work = [c for c in columns if c.ours], []
+    for shape in shapes:
+        names = [c.name for c in ours if c.applies(shape)]
+        work += [(shape, some)] if (some := [name for name in names if name != LINEAR]) else []
+        work += [(one_block(shape), [LINEAR])] if LINEAR in names else []
     run_checks(partial(_check, device_name=str(device)), work, jobs)
-    print(f"correct: {', '.join(c.name for c in ours) or 'nothing of ours'} at {len(work)} shapes, all gradients\n")
+    found = ", ".join(c.name for c in ours) or "nothing of ours"
+    print(f"correct: {found} at {len(shapes)} shapes, all gradients\n")
 
 
 def _check(item: tuple[Shape, list[str]], device_name: str) -> list[str]:
@@ -109,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.columns and (found := [name for name in names if name in NOT_CAUSAL]):
             raise SystemExit(f"error: --columns {found[0]} cannot be causal: leave it out, or --causal.")
         names = [name for name in names if name not in NOT_CAUSAL]
-    columns = [COLUMNS[name] for name in names]
+    columns = importable(COLUMNS[name] for name in names)
     partly = arguments.columns or arguments.tiny or arguments.causal
     whole = arguments.shapes == "all" and not partly and device.type == "cuda"
     jobs = arguments.jobs or (min(8, max(1, (os.cpu_count() or 1) // 2)) if device.type == "cuda" else 1)

@@ -37,14 +37,15 @@ from lightning.pytorch import LightningModule, Trainer
 
 from benchmarks import bench_training
 from benchmarks.bench_training import Clock
-from benchmarks.measuring import REPOSITORY, add_options, environment, fill, open_device, results_path, write_csv
-from benchmarks.model_families import family_of, read_spelling
+from headmix_lab.measuring import REPOSITORY, add_options, environment, fill, open_device, results_path, write_csv
+from headmix_lab.model_families import family_of, read_spelling
 from headmix_lab.scripts import run_python
-from headmix_lab.tables import markdown_table
+from headmix_lab.tables import print_table
 from headmix_vision.files.writing import atomic_path
 
-HEADER = ("model", "batch", "what", "GPUs", "images/s", "ratio", "GiB")
-LOSS_HEADER = ("model", "what", "GPUs", "first loss", "last loss", "largest difference")
+SHOWN = dict.fromkeys(("model", "batch", "what", "gpus"), "")
+SHOWN_LOSSES = SHOWN | dict.fromkeys(("first_loss", "last_loss", "largest_difference"), ".5g")
+SHOWN |= {"imgs_per_s": ".0f", "ratio": ".2f", "peak_gib": ".1f"}
 DEFAULTS: dict[str, Any] = {
     "models": ["deit_mhla_base", "dit_mhla_xl_2"],
     "sizes": {"input_size": 32, "img_size": 224},
@@ -166,14 +167,6 @@ def loss_rows(model: str, arguments: argparse.Namespace, argv: Sequence[str]) ->
         yield row | ends | {"largest_difference": difference, "steps": len(losses)}
 
 
-def format_row(row: Row) -> list[str]:
-    start = [row["model"], str(row["batch"]), row["what"], str(row["gpus"])]
-    if "largest_difference" in row:
-        return [row["model"], *start[2:], *(f"{row[k]:.5g}" for k in ("first_loss", "last_loss", "largest_difference"))]
-    peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
-    return [*start, f"{row['imgs_per_s']:.0f}", f"{row['ratio']:.2f}x", peak]
-
-
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", help="names and options as for bench_models.py")
@@ -213,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(
             "error: nothing to run: --losses takes classifiers, and all --ways but one take --gpus 2 or more."
         )
-    header, rows_of = (LOSS_HEADER, loss_rows) if arguments.losses else (HEADER, speed_rows)
+    shown, rows_of = (SHOWN_LOSSES, loss_rows) if arguments.losses else (SHOWN, speed_rows)
     kinds = [option for option in ("losses", "checkpointing") if getattr(arguments, option)]
     path = results_path(arguments, "_".join(["scale", *kinds]))
     rows = []
@@ -221,10 +214,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not arguments.losses:
             arguments.batch = batch or arguments.batches[family_of(read_spelling(model)[0]).size]
         for row in rows_of(model, arguments, list(argv if argv is not None else sys.argv[1:])):
-            print(*format_row(row), sep="  ", flush=True)
             rows.append(row | facts)
+            print_table(rows, shown)
             write_csv(path, rows)  # after each run: the next may take longer than there is time
-    print(f"\n{markdown_table(header, [format_row(row) for row in rows])}\n")
 
 
 if __name__ == "__main__":

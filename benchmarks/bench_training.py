@@ -32,9 +32,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.bench_models import Contestant
-from benchmarks.measuring import add_options, environment, fill, open_device, release_memory, results_path, write_csv
-from benchmarks.model_families import check_spellings, family_of, read_spelling
-from headmix_lab.tables import markdown_table
+from benchmarks.model_table import Setting
+from headmix_lab.measuring import add_options, environment, fill, open_device, release_memory, results_path, write_csv
+from headmix_lab.model_families import check_spellings, family_of, read_spelling
+from headmix_lab.tables import print_table
 from headmix_vision.cli.training import run_command_line
 from headmix_vision.data.batches import as_it_is
 from headmix_vision.data.classification import ClassificationData
@@ -43,7 +44,8 @@ from headmix_vision.training.base_cli import RunCLI
 from headmix_vision.training.classification_cli import ClassificationCLI
 from headmix_vision.training.generation_cli import GenerationCLI
 
-HEADER = ("model", "size", "batch", "what", "images/s", "ratio", "ms beyond")
+SHOWN = dict.fromkeys(("model", "size", "batch", "what"), "")
+SHOWN |= {"imgs_per_s": ".0f", "ratio_to_bare": ".3f", "beyond_bare_ms": ".2f"}
 LATENTS = [
     "--model.vae", "null", "--data.val_split", "null", "--samples.every_n_steps", "null",
     "--checkpoint_every_n_steps", "null",
@@ -174,7 +176,8 @@ def measure(spelling: str, arguments: argparse.Namespace) -> list[Row]:
 
     def bare() -> float:
         forget()
-        step = Contestant(spelling, size, inputs, "train", arguments.compile, window_s=0.01)
+        setting = Setting((), size, arguments.batch, "train", arguments.compile)
+        step = Contestant(spelling, setting, inputs, window_s=0.01, check=False)
         step.steps = arguments.warmup_steps
         step.window()
         step.steps = timed_steps
@@ -216,11 +219,6 @@ def forget() -> None:
     release_memory()
 
 
-def format_row(row: Row) -> list[str]:
-    numbers = [f"{row['imgs_per_s']:.0f}", f"{row['ratio_to_bare']:.3f}x", f"{row['beyond_bare_ms']:.2f}"]
-    return [row["model"], str(row["size"]), str(row["batch"]), row["what"], *numbers]
-
-
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", help="names and options as for bench_models.py, `dit_*` or classifiers")
@@ -253,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for spelling in arguments.models:
         found = measure(spelling, arguments)
-        print(f"\n{markdown_table(HEADER, [format_row(row) for row in found])}\n", flush=True)
+        print_table(found, SHOWN)
         rows += [row | facts for row in found]
         write_csv(path, rows)
 

@@ -21,8 +21,8 @@ import argparse
 import contextlib
 import copy
 import statistics
-import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +30,16 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.measuring import add_options, environment, open_device, release_memory, results_path, write_csv
-from headmix_lab.tables import installed_version, markdown_table
+from headmix_lab.measuring import (
+    add_options,
+    environment,
+    open_device,
+    release_memory,
+    results_path,
+    times_ms,
+    write_csv,
+)
+from headmix_lab.tables import installed_version, print_table
 from headmix_vision.models.convert_wan import WanMHLATransformer3DModel
 
 WAN = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}  # Wan2.1-1.3B
@@ -41,7 +49,8 @@ MODES = ("forward", "train")
 SIZES = ["21x30x50", "21x30x52", "21x45x80"]
 TEXT_TOKENS = 512
 MAX_ERROR = 0.03  # relative, of a bf16 layer against float64, and of two bf16 softmax layers
-HEADER = ("size", "mode", "row", "ms", "of installed", "of cudnn", "peak GiB")
+SHOWN = dict.fromkeys(("size", "mode", "row"), "")
+SHOWN |= {"ms": ".1f", "speed_of_installed": ".2f", "speed_of_cudnn": ".2f", "peak_gib": ".1f"}
 
 Row = dict[str, Any]
 
@@ -91,11 +100,6 @@ def step(model: nn.Module, inputs: tuple[Tensor, ...], mode: str) -> Tensor:
     return loss.detach()
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def measure(row: str, size: tuple[int, ...], mode: str, arguments: argparse.Namespace) -> Row:
     """Time one row: the median of its windows, each one step, and its peak memory."""
     device, on_gpu = arguments.device, arguments.device.type == "cuda"
@@ -110,15 +114,10 @@ def measure(row: str, size: tuple[int, ...], mode: str, arguments: argparse.Name
         if arguments.compile != "none":
             model.compile_repeated_blocks(mode=arguments.compile, fullgraph=True, dynamic=False)
         inputs = draw(size, model, arguments)
-        for _ in range(2):
-            step(model, inputs, mode)  # compiles, then warms up
-        times = []
-        for _ in range(arguments.windows):
-            synchronize(device)
-            start = time.perf_counter()
-            last = step(model, inputs, mode)
-            synchronize(device)
-            times.append(1e3 * (time.perf_counter() - start))
+        call = partial(step, model, inputs, mode)
+        times_ms(call, device, 2)  # compiles, then warms up
+        times = times_ms(call, device, arguments.windows)
+        last = call()
     if not last.isfinite().all():
         raise SystemExit(f"error: {row} ({mode}) gave values that are not finite, nothing reported.")
     return {
@@ -170,13 +169,6 @@ def with_ratios(rows: list[Row]) -> list[Row]:
     return rows
 
 
-def format_row(row: Row) -> list[str]:
-    ratios = (row["speed_of_installed"], row["speed_of_cudnn"])
-    shown = ["-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
-    peak = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
-    return [row["size"], row["mode"], row["row"], f"{row['ms']:.1f}", *shown, peak]
-
-
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", help=f"tokens along time, height and width, by default {' '.join(SIZES)}")
@@ -211,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for size in arguments.sizes:
         for mode in arguments.modes:
             found = with_ratios([measure(row, size, mode, arguments) for row in arguments.rows])
-            print(f"\n{markdown_table(HEADER, [format_row(row) for row in found])}", flush=True)
+            print_table(found, SHOWN)
             rows += [row | facts for row in found]
             write_csv(path, rows)  # now, as the whole table takes long
 

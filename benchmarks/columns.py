@@ -18,13 +18,14 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.measuring import (
+from headmix_lab.measuring import (
     add_options,
     copy_bandwidth,
     environment,
@@ -46,17 +47,57 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Column:
-    """An op: ``make`` draws its inputs for a shape, ``run`` takes both and returns one or more tensors."""
+    """An op: ``make`` draws its inputs for a shape, ``run`` takes both and returns one or more tensors.
+
+    Attributes:
+        ours: Whether its results are checked before it is timed.
+        scaling: Whether it is measured at the "scaling" shapes as well.
+        only: Name of the one shape that it is measured at.
+        device: Kind of the only device that it runs on.
+        module, package: Module that it imports, and the package on PyPI that has it.
+    """
 
     name: str
     make: Callable[[Any, torch.Generator], Tensors]
     run: Callable[..., Tensor | Tensors]
     ours: bool = False
-    scaling: bool = False  # whether it is measured at the "scaling" shapes as well
+    scaling: bool = False
     max_tokens: int | None = None
+    only: str | None = None
+    device: str | None = None
+    module: str | None = None
+    package: str | None = None
 
     def applies(self, shape: Any) -> bool:
-        return (self.scaling or shape.group != "scaling") and shape.tokens <= (self.max_tokens or shape.tokens)
+        named = self.only in (None, shape.name)
+        return (
+            named and (self.scaling or shape.group != "scaling") and shape.tokens <= (self.max_tokens or shape.tokens)
+        )
+
+
+def importable(columns: Iterable[Column]) -> list[Column]:
+    """Leave out the columns whose module cannot be imported, with a line for each."""
+    found = []
+    for column in columns:
+        try:
+            import_module(column.module or __name__)
+        except Exception as error:  # of any kind: a package beside the wrong torch fails in its own way
+            print(f"{column.name}: left out, {column.package} is missing or broken ({str(error).splitlines()[0]})")
+        else:
+            found.append(column)
+    return found
+
+
+@lru_cache
+def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
+    torch._dynamo.config.recompile_limit = 64  # one function compiles every shape
+    return torch.compile(run, dynamic=False)
+
+
+def run_compiled(run: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Call a function as ``torch.compile`` makes it; uncompiled where no tensor is on a GPU."""
+    on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in inputs)
+    return (_compiled(run) if on_gpu else run)(*inputs, **options)
 
 
 def outputs_of(found: Tensor | Tensors) -> Tensors:

@@ -43,7 +43,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from benchmarks.machine_code import amd_resource_usage, disassemble, resource_usage, unwritten_registers
-from benchmarks.measuring import write_csv
+from headmix_lab.measuring import write_csv
 from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenBlocks, TokenScan, dispatch, grid_conv, head_in_head, mhla, mix_heads, runtime
 from headmix_vision.ops.mhla.triton_tuning import head_parts

@@ -11,15 +11,16 @@ against the better regime.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from functools import partial
 
 import torch
 from scipy.optimize import nnls
 
-from benchmarks.columns import run_checks
-from benchmarks.measuring import open_device, release_memory, time_calls
+from benchmarks.columns import Column, measure, run_checks, warm_up
 from benchmarks.mhla_cases import Shape, raster_inputs, run_mhla
+from headmix_lab.measuring import open_device, release_memory
 from headmix_lab.tables import markdown_table
 from headmix_vision.ops.mhla import regimes
 
@@ -40,26 +41,21 @@ def shapes() -> list[Shape]:
     ]
 
 
+def column(impl: str) -> Column:
+    return Column(impl, raster_inputs, partial(run_mhla, impl), ours=True)
+
+
 def time_ns(shape: Shape, impl: str, device: torch.device) -> float:
     """Time of forward with backward in nanoseconds per batch item and head."""
-    calls = []
-    for seed in range(2):
-        inputs = raster_inputs(shape, torch.Generator(device).manual_seed(seed))
-        grad = torch.randn_like(inputs[2], memory_format=torch.contiguous_format)
-        calls.append(partial(_both, shape, impl, inputs, grad))
-    return time_calls(calls, device, budget_s=0.02).ms * 1e6 / (shape.batch * shape.heads)
+    both_ms: float = measure(shape, column(impl), device, math.inf)[0]["both"]
+    return both_ms * 1e6 / (shape.batch * shape.heads)
 
 
 def compile_kernels(shape: Shape, device_name: str) -> list[str]:
     """Leave what a shape needs in Triton's cache on disk."""
-    inputs = raster_inputs(shape, torch.Generator(device_name).manual_seed(0))
     for impl in IMPLS["cuda"]:
-        _both(shape, impl, inputs, torch.ones_like(inputs[2], memory_format=torch.contiguous_format))
+        warm_up(shape, column(impl), torch.Generator(device_name).manual_seed(0))
     return []
-
-
-def _both(shape: Shape, impl: str, inputs: Sequence[torch.Tensor], grad: torch.Tensor) -> object:
-    return torch.autograd.grad(run_mhla(impl, shape, *inputs), inputs, grad)
 
 
 def fit(terms: list[tuple[float, ...]], times: list[float]) -> list[float]:

@@ -5,41 +5,36 @@ B batch, N tokens, H heads, D head dim, P pseudo-heads, M token blocks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from types import SimpleNamespace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from benchmarks.mhla_cases import DTYPE, EPS, run_low_precision, run_sdpa_raster
+from benchmarks import mhla_cases
+from benchmarks.columns import Column, Tensors, run_compiled
+from benchmarks.mhla_cases import (
+    draw_leaves,
+    draw_normal,
+    packed_inputs,
+    raster_inputs,
+    run_low_precision,
+    run_mhla,
+    run_sdpa_raster,
+)
 from headmix_vision.layers import HeadMixAttention
-from headmix_vision.ops import TokenBlocks, TokenGrid, mhla, mix_heads
+from headmix_vision.ops import TokenBlocks, TokenGrid, mix_heads
 
-Tensors = tuple[Tensor, ...]
 Mix = Callable[[Tensors, Tensor], Tensors]
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(mhla_cases.Shape):
     """Interleaved heads on images: B images of a grid of tokens."""
 
-    causal, group = False, ""  # what `mhla_cases` and `columns` ask their own shapes
-
-    name: str
-    batch: int
-    grid: tuple[int, int]
-    pseudo_heads: int
-    heads: int = 6
-    head_dim: int = 64
-    block_grid: tuple[int, int] = (4, 4)
-
-    @property
-    def tokens(self) -> int:
-        return math.prod(self.grid)
+    pseudo_heads: int = 2
 
     @property
     def blocks(self) -> TokenBlocks:
@@ -49,42 +44,22 @@ class Shape:
     @property
     def unit_bytes(self) -> int:
         """Size of one tensor [B, N, H, D]."""
-        return self.batch * self.tokens * self.heads * self.head_dim * DTYPE.itemsize
-
-    @property
-    def floor_bytes(self) -> int:
-        """Size of the inputs, by which copies of them are counted."""
-        return 3 * self.unit_bytes
+        return self.floor_bytes // 4
 
     def tiny(self) -> Shape:
         return replace(self, batch=2, grid=(5, 6), heads=2, head_dim=8, block_grid=(2, 2))
 
 
 SHAPES = tuple(
-    Shape(f"{name}_p{pseudo_heads}", batch, grid, pseudo_heads)
+    Shape(f"{name}_p{pseudo_heads}", batch, 6, grid, 64, (4, 4), pseudo_heads=pseudo_heads)
     for name, batch, grid in (("n196", 128, (14, 14)), ("n1024", 32, (32, 32)))
     for pseudo_heads in (2, 4)
 )
 
 
 @dataclass(frozen=True)
-class Form:
-    """One way to compute the same: ``run`` takes the shape and the inputs that ``make`` draws, and returns outputs.
-
-    Attributes:
-        ours: whether its results are checked before it is timed.
-        devices: where it runs.
-    """
-
-    name: str
-    run: Callable[..., Tensors]
-    ours: bool = False
-    devices: tuple[str, ...] = ("cuda", "cpu")
-
-
-@dataclass(frozen=True)
 class Contest:
-    """Forms that compute the same from the same inputs, and what their results are checked against.
+    """Columns that compute the same from the same inputs, and what their results are checked against.
 
     Attributes:
         exact: computes it in float64, of inputs in float64.
@@ -95,7 +70,7 @@ class Contest:
 
     name: str
     make: Callable[[Shape, torch.Generator], Tensors]
-    forms: tuple[Form, ...]
+    columns: tuple[Column, ...]
     exact: Callable[..., Tensors]
     eager: Callable[..., Tensors]
     units: Callable[[Shape], tuple[int, int]] | None = None
@@ -107,51 +82,32 @@ def einsum_mix(inputs: Tensors, weights: Tensor) -> Tensors:
     return tuple(torch.einsum("gh,bnhd->bngd", w, x).contiguous() for w, x in zip(weights, inputs, strict=True))
 
 
-@lru_cache
-def _compiled_mix() -> Mix:
-    return torch.compile(einsum_mix, dynamic=False)
-
-
-def compiled_mix(inputs: Tensors, weights: Tensor) -> Tensors:
-    return _compiled_mix()(inputs, weights)
-
-
-def _normal(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=generator, device=generator.device, dtype=dtype)
-
-
-def _leaves(*inputs: Tensor) -> Tensors:
-    return tuple(x.detach().requires_grad_() for x in inputs)
-
-
-def _packed(shape: Shape, generator: torch.Generator) -> Tensors:
-    sizes = (shape.batch, shape.tokens, 3, shape.heads, shape.head_dim)
-    return _normal(sizes, generator, DTYPE).unbind(2)
+compiled_mix: Mix = partial(run_compiled, einsum_mix)
 
 
 def mix_inputs(shape: Shape, generator: torch.Generator) -> Tensors:
     """q, k, v as views of one packed [B, N, 3, H, D], and weights [3, P H, H] in float32."""
     mixed = shape.pseudo_heads * shape.heads
-    return _leaves(*_packed(shape, generator), _normal((3, mixed, shape.heads), generator) / shape.heads**0.5)
+    weights = draw_normal((3, mixed, shape.heads), generator, torch.float32) / shape.heads**0.5
+    return (*packed_inputs(shape, generator), *draw_leaves(weights))
 
 
 def collapse_inputs(shape: Shape, generator: torch.Generator) -> Tensors:
     """The output of a core [B, N, P H, D], and weights [1, H, P H] that are zero between heads."""
     mixed = shape.pseudo_heads * shape.heads
-    x = _normal((shape.batch, shape.tokens, mixed, shape.head_dim), generator, DTYPE)
-    return _leaves(x, _collapse(shape, generator))
+    x = draw_normal((shape.batch, shape.tokens, mixed, shape.head_dim), generator)
+    return draw_leaves(x, _collapse(shape, generator))
 
 
 def _collapse(shape: Shape, generator: torch.Generator) -> Tensor:
-    weights = _normal((shape.pseudo_heads, shape.heads), generator) / shape.pseudo_heads
+    weights = draw_normal((shape.pseudo_heads, shape.heads), generator, torch.float32) / shape.pseudo_heads
     return weights.diag_embed().transpose(0, 1).flatten(1)[None]
 
 
 def op_inputs(shape: Shape, generator: torch.Generator) -> Tensors:
     """q, k, v, the weights of their mix and of the collapse, and a mixing matrix [M, M] that only MHLA reads."""
-    m = shape.blocks.num_blocks
-    mixing = torch.rand(m, m, generator=generator, device=generator.device).mul(0.9).add(0.1)
-    return (*mix_inputs(shape, generator), *_leaves(_collapse(shape, generator), mixing))
+    mixing = raster_inputs(shape, generator)[-1]
+    return (*mix_inputs(shape, generator), *draw_leaves(_collapse(shape, generator)), mixing)
 
 
 def run_mix(mix: Mix, shape: Shape, *inputs: Tensor) -> Tensors:
@@ -171,31 +127,25 @@ def _softmax(backend: SDPBackend, shape: Shape, q: Tensor, k: Tensor, v: Tensor,
     return run_sdpa_raster(backend, shape, q, k, v)
 
 
-def _mhla(impl: str, shape: Shape, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor) -> Tensor:
-    return mhla(q, k, v, mixing, shape.blocks, eps=EPS, impl=impl)
-
-
-def _low_precision_mhla(shape: Shape, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor) -> Tensor:
-    return run_low_precision(SimpleNamespace(blocks=shape.blocks, causal=False), q, k, v, mixing)
-
-
-def _softmax_forms() -> tuple[Form, ...]:
+def _softmax_columns() -> tuple[Column, ...]:
     backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-    mixes = {"": mix_heads, "_einsum": compiled_mix}
-    on_cuda = tuple(
-        Form(f"{name}{suffix}", partial(run_interleaved, mix, partial(_softmax, backend)), devices=("cuda",))
+    found = [
+        Column(f"{name}{suffix}", op_inputs, partial(run_interleaved, mix, partial(_softmax, backend)), device="cuda")
         for name, backend in backends.items()
-        for suffix, mix in mixes.items()
-    )
+        for suffix, mix in {"": mix_heads, "_einsum": compiled_mix}.items()
+    ]
     math_form = partial(run_interleaved, mix_heads, partial(_softmax, SDPBackend.MATH))
-    return (*on_cuda, Form("math", math_form, devices=("cpu",)))
+    return (*found, Column("math", op_inputs, math_form, device="cpu"))
 
 
-MIX_FORMS = (
-    Form("kernel", partial(run_mix, mix_heads), ours=True),
-    Form("compiled_einsum", partial(run_mix, compiled_mix), devices=("cuda",)),
-    Form("einsum", partial(run_mix, einsum_mix)),
-)
+def _mix_columns(make: Callable[[Shape, torch.Generator], Tensors]) -> tuple[Column, ...]:
+    return (
+        Column("kernel", make, partial(run_mix, mix_heads), ours=True),
+        Column("compiled_einsum", make, partial(run_mix, compiled_mix), device="cuda"),
+        Column("einsum", make, partial(run_mix, einsum_mix)),
+    )
+
+
 EXACT_MIX = partial(mix_heads, impl="reference")
 CONTESTS = {
     contest.name: contest
@@ -203,7 +153,7 @@ CONTESTS = {
         Contest(
             "mix",
             mix_inputs,
-            MIX_FORMS,
+            _mix_columns(mix_inputs),
             partial(run_mix, EXACT_MIX),
             partial(run_mix, einsum_mix),
             lambda shape: (3 + 3 * shape.pseudo_heads, 9 + 6 * shape.pseudo_heads),
@@ -211,7 +161,7 @@ CONTESTS = {
         Contest(
             "collapse",
             collapse_inputs,
-            MIX_FORMS,
+            _mix_columns(collapse_inputs),
             partial(run_mix, EXACT_MIX),
             partial(run_mix, einsum_mix),
             lambda shape: (1 + shape.pseudo_heads, 2 + 3 * shape.pseudo_heads),
@@ -219,9 +169,12 @@ CONTESTS = {
         Contest(
             "op",
             op_inputs,
-            (Form("mhla", partial(run_interleaved, mix_heads, partial(_mhla, "auto")), ours=True), *_softmax_forms()),
-            partial(run_interleaved, EXACT_MIX, partial(_mhla, "reference")),
-            partial(run_interleaved, einsum_mix, _low_precision_mhla),
+            (
+                Column("mhla", op_inputs, partial(run_interleaved, mix_heads, partial(run_mhla, "auto")), ours=True),
+                *_softmax_columns(),
+            ),
+            partial(run_interleaved, EXACT_MIX, partial(run_mhla, "reference")),
+            partial(run_interleaved, einsum_mix, run_low_precision),
         ),
     )
 }
@@ -247,4 +200,4 @@ def make_layer(core: str, shape: Shape, device: torch.device) -> HeadMixAttentio
 
 
 def layer_input(shape: Shape, generator: torch.Generator) -> Tensor:
-    return _normal((shape.batch, shape.tokens, shape.heads * shape.head_dim), generator, DTYPE).requires_grad_()
+    return draw_normal((shape.batch, shape.tokens, shape.heads * shape.head_dim), generator).requires_grad_()

@@ -38,8 +38,8 @@ import numpy as np
 import torch
 
 from benchmarks.bench_wan import WAN
-from benchmarks.measuring import RESULTS
-from benchmarks.model_families import make_model
+from headmix_lab.measuring import RESULTS
+from headmix_lab.model_families import make_model
 from headmix_lab.tables import markdown_table, read_csv
 from headmix_vision.models.convert_wan import WanMHLATransformer3DModel
 from headmix_vision.ops import TokenBlocks, TokenRanks

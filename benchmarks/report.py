@@ -6,30 +6,35 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import plan_scale, plots
-from benchmarks.measuring import RESULTS
-from headmix_lab.tables import markdown_table, read_csv
+from headmix_lab.measuring import RESULTS
+from headmix_lab.tables import markdown_table, read_csv, recorded
 from headmix_vision.doctor.machine import COMPILED, KNOWN_GPUS, MEASURED
 
 FOLDER = RESULTS
-CLAIMS = {
-    "mhla_h200": "MHLA's speed and memory",
-    "hih_h200": "Head-in-Head's speed and memory",
-    "models_deit_h200": "DeiT-S, MHLA against softmax",
-    "wan_h200": "Wan's shape, MHLA against softmax",
-    "mhla_causal_h200": "causal MHLA",
-    "head_mixes_h200": "interleaved heads, as ops and layers",
-    "models_deit_iha_h200": "DeiT-S with interleaved heads",
-    "models_deit_mea_h200": "DeiT-S with explicit heads",
-    "models_dit_h200": "DiT-XL/2, MHLA against softmax",
-    "conv_h200": "depthwise convolution of tokens",
-    "training_h200": "training loop around a step",
-    "scale_losses_h100": "equal losses on one GPU and two",
-    "scale_h100": "training on two GPUs against one",
-    "scale_h200": "the same with the memory of an H200",
-    "scale_checkpointing_h100": "memory of sharded training, blocks computed anew",
-    "context_parallel_h200": "tokens of a clip on two GPUs",
-    "mhla_cpu": "MHLA's PyTorch implementation on a CPU",
-}
+CLAIMS = recorded(
+    FOLDER,
+    {
+        "models_h200": "whole models against their equals with softmax",
+        "models_h100": "the same on an H100",
+        "mhla_h200": "MHLA's speed and memory",
+        "hih_h200": "Head-in-Head's speed and memory",
+        "models_deit_h200": "DeiT-S, MHLA against softmax",
+        "wan_h200": "Wan's shape, MHLA against softmax",
+        "mhla_causal_h200": "causal MHLA",
+        "head_mixes_h200": "interleaved heads, as ops and layers",
+        "models_deit_iha_h200": "DeiT-S with interleaved heads",
+        "models_deit_mea_h200": "DeiT-S with explicit heads",
+        "models_dit_h200": "DiT-XL/2, MHLA against softmax",
+        "conv_h200": "depthwise convolution of tokens",
+        "training_h200": "training loop around a step",
+        "scale_losses_h100": "equal losses on one GPU and two",
+        "scale_h100": "training on two GPUs against one",
+        "scale_h200": "the same with the memory of an H200",
+        "scale_checkpointing_h100": "memory of sharded training, blocks computed anew",
+        "context_parallel_h200": "tokens of a clip on two GPUs",
+        "mhla_cpu": "MHLA's PyTorch implementation on a CPU",
+    },
+)
 MHLA_SHAPES = {
     "deit": "DeiT-S 128·6·256·64, 4x4",
     "n196": "DeiT-S at 224 px, N = 196",
@@ -40,6 +45,21 @@ MHLA_SHAPES = {
     "k16": "16k tokens 2·16·16384·64, 8x8",
     "wan": "Wan video 1·12·31500·128, 3x5x10",
 }
+LINEAR_COLUMNS = {"linear_kernel": "linear", "fla_fused_chunk": "causal linear, fla"}
+VIDEO_COLUMNS = {
+    "auto": "MHLA, 150 blocks",
+    "linear_kernel": "linear, our kernels",
+    "linear_compiled": "linear, compiled PyTorch",
+    "fla_fused_chunk": "linear, causal, flash-linear-attention, fused",
+    "fla_chunk": "linear, causal, flash-linear-attention, chunks",
+    "cudnn_packed": "softmax, cuDNN",
+    "flash_packed": "softmax, FlashAttention 2",
+    "flash4": "softmax, FlashAttention 4",
+    "flex_tile": "sliding tiles, FlexAttention",
+    "flex_token": "sliding window, FlexAttention",
+    "natten": "sliding window, NATTEN",
+}
+TIMES = ("forward_ms", "forward_backward_ms")
 HIH_COLUMNS = {
     "r1": "r = 1",
     "r2": "r = 2",
@@ -62,6 +82,16 @@ CONV_SHAPES = {
     "wan": "Wan",
 }
 HEAD_MIX_SHAPES = {"n196_p2": "196, 2", "n196_p4": "196, 4", "n1024_p2": "1,024, 2", "n1024_p4": "1,024, 4"}
+MEA_COLUMNS = ["core alone", "MEA, folded", "each key and value", "three component heads"]
+MODEL_COLUMNS = {
+    "softmax": "softmax",
+    "mhla": "MHLA",
+    "linear": "linear",
+    "hih": "Head-in-Head",
+    "timm": "timm's DeiT-S",
+}
+MODES = {"train": "training", "inference": "inference"}
+COMPILE_MODES = {"none": "eager", "default": "compiled", "reduce-overhead": "CUDA graphs", "blocks": "blocks compiled"}
 WAN_TOKENS = ("31500", "32760", "75600")
 WAN_MODES = {"forward": "denoising forward", "train": "training step"}
 GLUON = "all, Gluon included"
@@ -122,14 +152,26 @@ def over_floor(row: Row, time: str, form: str = ".1f") -> str:
 
 
 def mhla(name: str, last: str) -> str:
-    """Times of the op at the shapes of models, and over the floor, beside softmax and one more column."""
+    """Times of the op at the shapes of models, and over the floor, beside softmax and further columns that were run."""
+    found = {(row["shape"], row["column"]): row for row in read(name, group="model")}
+    others = {"flash_packed": "FlashAttention", "cudnn_packed": "cuDNN", last: last} | LINEAR_COLUMNS
+    others = {column: title for column, title in others.items() if ("deit", column) in found}
     lines = []
     for shape, title in MHLA_SHAPES.items():
-        rows = {row["column"]: row for row in read(name, shape=shape)}
-        ours = [over_floor(rows["auto"], time) for time in ("forward", "forward_backward")]
-        lines.append([title, *ours, *(both(rows[x]) for x in ("flash_packed", "cudnn_packed", last))])
-    header = ["shape (B·H·N·D, blocks)", "forward", "forward + backward", "FlashAttention f / f+b", "cuDNN f / f+b"]
-    return markdown_table([*header, f"{last} f / f+b"], lines)
+        ours = [over_floor(found[shape, "auto"], time) for time in ("forward", "forward_backward")]
+        lines.append([title, *ours, *(both(found[shape, column]) for column in others)])
+    header = ["shape (B·H·N·D, blocks)", "forward", "forward + backward"]
+    return markdown_table([*header, *(f"{title} f / f+b" for title in others.values())], lines)
+
+
+def video() -> str:
+    """Attentions that were run at Wan's shape: times, speed of MHLA over them and peak memory."""
+    rows, lines = {row["column"]: row for row in read("mhla_h200", shape="wan")}, []
+    for column, name in VIDEO_COLUMNS.items():
+        if (row := rows.get(column)) and row["forward_ms"]:
+            ratios = [f"{float(row[x]) / float(rows['auto'][x]):.2f}" for x in TIMES if row[x]]
+            lines.append([name, both(row), " / ".join(ratios), f"{float(row['peak_mib'] or 0):,.0f}"])
+    return markdown_table(["attention", "forward / forward + backward", "over MHLA", "peak MiB"], lines)
 
 
 def hih() -> str:
@@ -217,10 +259,10 @@ def wan() -> str:
     return markdown_table(header, lines)
 
 
-def models(name: str, columns: Sequence[str], pixels: int = 1) -> str:
+def models(name: str, columns: Sequence[str], pixels: int = 1, baselines: Sequence[str] = ()) -> str:
     """Whole models: the baseline, then others with their ratios to it in speed and in peak memory, where counted.
 
-    ``pixels`` is the side of one place of the grid in pixels: 8 for latents.
+    ``pixels`` is the side of one place of the grid in pixels: 8 for latents. ``baselines`` are named where they differ.
     """
     rows, lines = read(name), []
     starts = [i for i, row in enumerate(rows) if float(row["ratio_to_baseline"]) == 1]
@@ -233,18 +275,54 @@ def models(name: str, columns: Sequence[str], pixels: int = 1) -> str:
         graphs = ", graphs" if first["compile"] == "reduce-overhead" else ""
         mode = {"train": "training"}.get(first["mode"], first["mode"])
         title = f"{pixels * int(first['size']):,} px, batch {first['batch']}, {mode}{graphs}"
+        title = ", ".join([*baselines[len(lines) : len(lines) + 1], title])
         lines.append([title, *cells, *[""] * (len(columns) - len(cells))])
     return markdown_table(["images/s", *columns], lines)
 
 
-def explicit_heads() -> str:
-    """Whole models with explicit heads beside their core alone."""
-    rows, lines = read("models_deit_mea_h200"), []
-    for name, group in (("softmax", rows[:4]), ("MHLA", rows[4:])):
-        cells = [f"{float(row['imgs_per_s']):,.0f} ({float(row['ratio_to_baseline']):.2f})" for row in group]
-        lines.append([name, cells[0].partition(" ")[0], *cells[1:]])
-    header = ["training, images/s", "core alone", "MEA, folded", "each key and value", "three component heads"]
-    return markdown_table(header, lines)
+def whole_models() -> str:
+    """Whole models beside their equals with softmax and timm's: images/s and ratios, of the rows that were run."""
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for name in (name for name in ("models_h200", "models_h100") if name in CLAIMS):
+        for row in read(name):
+            words, given = row["model"].partition(":")[0].split("_"), row["model"].partition(":")[2]
+            cpe = ", CPE" if "cpe=True" in given else ""
+            kind = "DeiT-S" if words[0] == "deit" else "DiT-" + "/".join(words[-2:]).upper()
+            key = (row["device"].split()[1], kind + cpe, row["size"], row["batch"], row["mode"], row["compile"])
+            core = next((word for word in words if word in MODEL_COLUMNS), "timm")
+            found.setdefault(key, {})[core] = speed_cell(row)
+    lines = []
+    for (gpu, kind, size, batch, mode, compile_mode), cells in sorted(found.items(), key=_place):
+        side = int(size.split("x")[-1]) * (1 if "DeiT" in kind else 8)
+        frames = f"{size.split('x')[0]} x " if "x" in size else ""
+        setting = f"{gpu}, {kind}, {frames}{side:,} px, batch {batch}, {MODES[mode]}, {COMPILE_MODES[compile_mode]}"
+        lines.append([setting, *(cells.get(core, "") for core in MODEL_COLUMNS)])
+    return markdown_table(["images/s", *MODEL_COLUMNS.values()], lines)
+
+
+def _place(item: tuple[tuple[str, ...], object]) -> tuple[object, ...]:
+    gpu, kind, size, batch, mode, compile_mode = item[0]
+    tokens = [int(x) for x in size.split("x")]
+    return (
+        gpu,
+        kind.partition(",")[0],
+        tokens,
+        -int(batch),
+        kind,
+        mode != "train",
+        list(COMPILE_MODES).index(compile_mode),
+    )
+
+
+def speed_cell(row: Row) -> str:
+    """Images per second, and ratios to the equal softmax, of CPE to softmax without it, and to timm's DeiT."""
+    if not row["imgs_per_s"]:
+        return row["note"]
+    names = ["ratio_to_baseline", *(["ratio_to_plain"] if "cpe=True" in row["model"] else []), "ratio_to_timm"]
+    names = [name for name in names if row["baseline"] != row["model"] or name != "ratio_to_baseline"]
+    ratios = [f"{float(row[name]):.2f}" for name in names if row[name]]
+    speed = float(row["imgs_per_s"])
+    return f"{speed:,.{int(speed < 1000)}f}" + (f" ({', '.join(ratios)})" if ratios else "")
 
 
 def mhla_cpu() -> str:
@@ -309,15 +387,17 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpus": gpus,
     "mhla": partial(mhla, "mhla_h200", "released"),
     "mhla_causal": partial(mhla, "mhla_causal_h200", "torch"),
+    "mhla_video": video,
     "mhla_cpu": mhla_cpu,
     "hih": hih,
     "conv": conv,
     "head_mix_parts": head_mix_parts,
     "head_mix_attention": head_mix_attention,
+    "models": whole_models,
     "models_iha": partial(models, "models_deit_iha_h200", ["IHA over softmax", "IHA over MHLA"]),
     "models_deit": partial(models, "models_deit_h200", ["softmax", "MHLA", "MHLA with CPE", "Head-in-Head, r = 4"]),
     "models_dit": partial(models, "models_dit_h200", ["softmax", "MHLA"], 8),
-    "models_mea": explicit_heads,
+    "models_mea": partial(models, "models_deit_mea_h200", MEA_COLUMNS, 1, ["softmax", "MHLA"]),
     "wan": wan,
     "scale": scale,
     "scale_plan": lambda: markdown_table(plan_scale.HEADER, plan_scale.plan()),

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report as benchmarks_report
-from benchmarks.measuring import REPOSITORY
 from benchmarks.report import ms
+from headmix_lab.measuring import REPOSITORY
 from headmix_lab.tables import ORIGINS, markdown_table, mean_and_deviation, numbers, origins_of
 
 HERE = Path(__file__).parent
@@ -72,10 +72,10 @@ def accuracies(rows: Sequence[dict[str, str]], task: str, core: str) -> list[flo
 
 def attentions() -> str:
     """The cores side by side: cost, time at two lengths and peak memory at the longer, accuracy on two tasks."""
-    columns = {"softmax": "cudnn_packed", "linear": "linear", "mhla": "auto"}
+    columns = {"softmax": "cudnn_packed", "linear": "linear_kernel", "mhla": "auto"}
     names = {
         "softmax": "softmax (cuDNN)",
-        "linear": "linear (eager PyTorch)",
+        "linear": "linear",
         "mhla": "MHLA",
         "hih": "Head-in-Head, r = 4",
     }
@@ -86,8 +86,8 @@ def attentions() -> str:
         for shape, hih_shape in (("deit", "n256"), ("k16", "n16384")):
             found = read("hih_h200", shape=hih_shape, column="r4")
             found = found if core == "hih" else read("mhla_h200", shape=shape, column=columns[core])
-            times.append(ms(found[0]["forward_backward_ms"]))
-        times.append(f"{float(found[0]['peak_mib']):,.0f}")
+            times.append(ms(found[0]["forward_backward_ms"]) if found else "–")
+        times.append(f"{float(found[0]['peak_mib']):,.0f}" if found else "–")
         scores = [mean_and_deviation(accuracies(trained, task, core), 1) for task in ("digits", "canvas")]
         lines.append([name, "N²" if core == "softmax" else "N", *times, *scores])
     header = ["attention", "cost", "128 images of 256 tokens, ms", "2 of 16,384, ms", "MiB", "digits, %", "canvases, %"]

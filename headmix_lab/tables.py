@@ -198,3 +198,10 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Write a table in Markdown."""
     lines = [f"| {' | '.join(line)} |" for line in (header, *rows)]
     return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]])
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
+    """Print columns of rows in Markdown, each in its format; a dash for None, no column that is empty throughout."""
+    shown = {name: form for name, form in columns.items() if any(row[name] not in (None, "") for row in rows)}
+    lines = [["–" if row[name] is None else f"{row[name]:{form}}" for name, form in shown.items()] for row in rows]
+    print(f"\n{markdown_table(list(shown), lines)}\n", flush=True)

@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import REPOSITORY, write_csv
+from headmix_lab.measuring import REPOSITORY, write_csv
 from headmix_lab.script_runs import run_script
 from headmix_lab.script_runs import train as start_training
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, read_checkpoint

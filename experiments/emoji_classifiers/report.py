@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks.model_families import read_spelling
+from headmix_lab.model_families import read_spelling
 from headmix_lab.sweeps.figure import draw
 from headmix_lab.sweeps.recorded import SCORES, cells, compared, network_table
 from headmix_lab.sweeps.runs import read_test

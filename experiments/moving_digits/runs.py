@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.measuring import REPOSITORY, release_memory, time_calls
+from headmix_lab.measuring import REPOSITORY, release_memory, time_calls
 from headmix_lab.script_runs import GeneratorRuns, add_options, flat, hash_of, run_script, trained_steps, yes
 from headmix_vision.console import default_device, open_device
 from headmix_vision.models import HeadMixVideoDiT
@@ -284,11 +284,5 @@ def parse_arguments(argv: Sequence[str] | None, description: str | None = None) 
     add("--compile", action="store_true", help="compile what is trained alone; its rows are the same but for rounding")
     add("--distilled", default=WARM, help="further options of training the rows `-distilled`, in quotes (%(default)s)")
     add("--short", default=WARM, help="further options of training the rows `-short`, in quotes (%(default)s)")
-    add(
-        "--times",
-        type=int,
-        nargs="*",
-        default=[64, 128, 256],
-        help="frames of the 32 timed clips, nothing for no times",
-    )
+    add("--times", type=int, nargs="*", default=[64, 128, 256], help="frames of the 32 timed clips, nothing for none")
     return parser.parse_args(argv)

@@ -115,14 +115,8 @@ class Runs:
         options: list[object] = ["-c", "folder", "--model.img_size", case.size, "--model.features.steps", 0]
         options += [part for name, value in swap.items() for part in (f"--model.{name}", value)]
         options += ["--model.attention.steps", given.attention_steps, "--data.batch_size", given.batch]
-        options += [
-            "--data.dataset",
-            self.task.learned,
-            "--data.train_split",
-            "train",
-            "--data.val_split",
-            "validation",
-        ]
+        options += ["--data.dataset", self.task.learned]
+        options += ["--data.train_split", "train", "--data.val_split", "validation"]
         options += ["--data.holdout_every", "null", "--trainer.limit_val_batches", given.val_batches]
         options += ["--trainer.devices", 1, "--trainer.enable_progress_bar", "false"]
         return [*options, "--trainer.enable_model_summary", "false", *shlex.split(given.options)]
@@ -225,8 +219,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--root", type=Path, help="place of the pictures, of emoji what headmix_lab.emoji wrote")
     add("--rows", nargs="+", default=list(ROWS), help=f"of {', '.join(ROWS)} (all)")
     add("--sizes", type=int, nargs="+", default=[224, 518], help="image sizes in pixels (224 518)")
-    add("--attention-steps", type=int, default=600, help="steps of the first stage (%(default)s)")
-    add("--feature-steps", type=int, default=200, help="steps of the second stage (%(default)s)")
+    add("--attention-steps", type=int, default=1500, help="steps of the first stage (%(default)s)")
+    add("--feature-steps", type=int, default=300, help="steps of the second stage (%(default)s)")
     add("--batch", type=int, default=128, help="pictures of a training step (%(default)s)")
     add("--val-batches", type=int, default=4, help="batches of a validation (%(default)s)")
     add("--probe-batch", type=int, default=256, help="pictures at a time when scoring (%(default)s)")

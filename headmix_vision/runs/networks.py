@@ -79,7 +79,7 @@ def create_network(
     if checkpoint is None:
         if new_head:
             raise InputError("model.new_head is true, it must be false without model.checkpoint")
-        return _create(name, arguments)
+        return _sized(_create(name, arguments), arguments["img_size"])
 
     state, size = _start_weights(checkpoint)
     if not state:  # timm would fetch its own
@@ -112,6 +112,16 @@ def create_network(
         raise InputError(f"{checkpoint} does not fit model {name}: {reason}") from None
     check_kinds(state, network.state_dict(), checkpoint)
     cast("dict[str, Any]", network.pretrained_cfg).pop("state_dict", None)
+    return _sized(network, arguments["img_size"])
+
+
+def _sized(network: nn.Module, img_size: Any) -> nn.Module:
+    """Put an image size into timm's configuration where the network does not tell its own (NaFlexVit, MaxViT)."""
+    told: Any = getattr(getattr(network, "patch_embed", None), "img_size", None)
+    config = cast("dict[str, Any]", network.pretrained_cfg)
+    if img_size is not None and told is None and "input_size" in config:
+        sides = [img_size] * 2 if isinstance(img_size, int) else img_size
+        config["input_size"] = (config["input_size"][0], *sides)
     return network
 
 

@@ -45,11 +45,47 @@ def test_linear_attention_is_mhla_with_one_block():
     expected = mhla(q, k, v, torch.ones(1, 1), TokenBlocks.from_grid((11,), (1,)), impl="reference")
     out = cases.run_linear(shape, *(x.transpose(1, 2) for x in (q, k, v)))
     torch.testing.assert_close(out.transpose(1, 2), expected)
+    gridded = cases.Shape("any", 2, 3, (2, 5), 16, (1, 2), prefix=1)  # the same tokens, blocks and prefix left out
+    torch.testing.assert_close(cases.run_linear_kernel(gridded, q, k, v, torch.ones(1, 1)), expected)
+
+
+@pytest.mark.parametrize(("unit", "shares"), [("tile", 9 / 20), ("token", 9 / 20)])
+def test_sliding_attention_sees_three_tiles_along_each_axis(unit, shares):
+    shape = cases.Shape("any", 1, 2, (2, 10, 8), 8, (1, 5, 4))  # tiles of 2x2x2 tokens
+    order = [
+        (t, h + i, w + j)
+        for h in range(0, 10, 2)
+        for w in range(0, 8, 2)
+        for t in (0, 1)
+        for i in (0, 1)
+        for j in (0, 1)
+    ]
+
+    def sees(query: int, key: int, size: int) -> bool:
+        if unit == "tile":
+            query, key, size, width = query // 2, key // 2, size // 2, 3
+        else:
+            width = 6
+        start = min(max(query - width // 2, 0), size - width)
+        return start <= key < start + width
+
+    mask = torch.tensor([[sees(a[1], b[1], 10) and sees(a[2], b[2], 8) for b in order] for a in order])
+    assert mask.float().mean() == pytest.approx(3 / 5 * 3 / 4)
+    q, k, v = (torch.randn(1, 2, shape.tokens, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    with torch.no_grad():
+        torch.testing.assert_close(cases.run_flex(unit, shape, q, k, v), expected)
+
+
+def test_columns_of_missing_packages_are_left_out(capsys):
+    gone = cases.Column("gone", cases.head_inputs, cases.run_linear, module="no_such_package.ops", package="no-such")
+    assert columns.importable([cases.COLUMNS["math"], gone]) == [cases.COLUMNS["math"]]
+    assert capsys.readouterr().out.startswith("gone: left out, no-such is missing or broken (No module named")
 
 
 def test_every_column_runs_on_its_own_inputs():
     shape = cases.Shape("any", 1, 2, (4, 4), 16, (2, 2), prefix=1)
-    for name in ("auto", "torch", "math", "released", "linear"):
+    for name in ("auto", "torch", "math", "released", "linear_kernel", "linear_compiled"):
         column = cases.COLUMNS[name]
         inputs = column.make(shape, torch.Generator().manual_seed(0))
         out = column.run(shape, *inputs)
@@ -136,14 +172,14 @@ def test_bench_mhla_writes_table_and_plot(tmp_path: Path, capsys):
     arguments = ["--device", "cpu", "--tiny", "--shapes", names, "--out", str(tmp_path), "--limit_ms", "1e6"]
     bench.main(arguments)
     printed = capsys.readouterr().out
-    assert "correct: torch at 6 shapes" in printed and "torch: time grows as N^" in printed
+    assert "correct: torch, linear_kernel at 6 shapes" in printed and "torch: time grows as N^" in printed
     with (tmp_path / "mhla_cpu.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {(r["shape"], r["column"]) for r in rows} == {
         (shape, column)
         for shape in names.split(",")
-        for column in ("torch", "math", "released", "linear")
-        if not shape.startswith("scaling") or column in ("torch", "linear")
+        for column in ("torch", "math", "released", "linear_kernel", "linear_compiled")
+        if not shape.startswith("scaling") or column in ("torch", "linear_kernel")
     }
     assert all(float(r["forward_backward_ms"]) > 0 and float(r["forward_floor_ms"]) > 0 for r in rows)
     assert all(

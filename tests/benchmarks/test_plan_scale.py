@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import measuring
 from benchmarks import plan_scale as plan
 from experiments import tables
+from headmix_lab import measuring
 from headmix_vision.ops import TokenBlocks
 from headmix_vision.training.sharding import ShardedStrategy
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import fit_mhla_regimes as fit
-from benchmarks import measuring
+from headmix_lab import measuring
 
 
 def test_measuring(tmp_path: Path):
@@ -31,8 +31,8 @@ def test_measuring(tmp_path: Path):
         ("bench_mhla", ["--device", "tpu"], "'tpu'"),
         (
             "bench_mhla",
-            ["--device", "cpu", "--causal", "--columns", "torch,linear"],
-            "linear cannot be causal",
+            ["--device", "cpu", "--causal", "--columns", "torch,linear_kernel"],
+            "linear_kernel cannot be causal",
         ),
         ("bench_mhla", ["--limit_ms", "0"], "positive"),
         ("bench_hih", ["--shapes", "n256,n257"], "'n257'"),
@@ -40,9 +40,9 @@ def test_measuring(tmp_path: Path):
         ("bench_hih", ["--jobs", "0"], "positive"),
         ("bench_models", ["--models", "deit_mhla_huge"], "'deit_mhla_huge'"),
         ("bench_models", ["--models", "deit_mhla_small:depth"], "'depth'"),
-        ("bench_models", ["--batch", "1", "2", "3"], "--batch"),
-        ("bench_models", ["--baseline", "deit_mhla_small"], "twice"),
-        ("bench_models", ["--compile", "fast"], "'fast'"),
+        ("bench_models", ["--models", "deit_mhla_small", "--batch", "1", "2", "3"], "--batch"),
+        ("bench_models", ["--models", "deit_mhla_small", "--baseline", "deit_mhla_small"], "twice"),
+        ("bench_models", ["--baseline", "deit_mhla_small"], "--models"),
         ("bench_models", ["--windows", "0"], "positive"),
         ("bench_training", ["--models", "dit_mhla_huge"], "'dit_mhla_huge'"),
         ("bench_training", ["--batch", "3"], "even"),

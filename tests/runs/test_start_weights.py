@@ -13,6 +13,7 @@ import timm
 import torch
 from PIL import Image
 
+from headmix_vision.data.augmentation import input_config
 from headmix_vision.errors import InputError
 from headmix_vision.runs.networks import create_generator, create_network
 
@@ -137,3 +138,10 @@ def test_start_weights_of_the_other_family_are_refused(tmp_path: Path) -> None:
         torch.save({"state_dict": state, "headmix_vision": about}, tmp_path / "a.ckpt")
         with pytest.raises(InputError, match=f"a.ckpt holds the (classifier|generator) {name}, "):
             CREATORS[other](other, model_args=SMALL, checkpoint=str(tmp_path / "a.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("naflexvit_base_patch16_gap", {**SMALL, "init_values": None}), ("maxvit_pico_rw_256", {})]
+)
+def test_data_have_the_image_size_that_a_network_is_made_for(name: str, arguments: dict[str, Any]) -> None:
+    assert input_config(create_network(name, 5, [64, 64], arguments))["input_size"] == (3, 64, 64)

@@ -241,6 +241,18 @@ def test_teachers_come_from_many_places(teacher: str, tmp_path: Path) -> None:
     assert timm.create_model(student.name, **student.arguments).pretrained_cfg["mean"] == [0.25]
 
 
+def test_a_naflexvit_is_distilled_at_the_size_that_it_was_saved_with(tmp_path: Path) -> None:
+    sizes = {**SIZES, "init_values": None, "in_chans": 1, "num_classes": 10}
+    headmix_vision.save_pretrained(timm.create_model("naflexvit_base_patch16_gap", **sizes), tmp_path / "teacher")
+    stages = {"model__attention": {"steps": 6, "lr": 5e-4}, "model__features__steps": 0}
+    config = write_config(tmp_path / "a.yaml", f"local-dir:{tmp_path / 'teacher'}", **stages)
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "run") == 0
+    losses = logged(tmp_path / "run", "train/loss_step")
+    assert losses[-1] < 0.9 * losses[0]
+    network = open_network(tmp_path / "run")[0]
+    assert input_config(network)["input_size"] == (1, 8, 8) and network(torch.randn(2, 1, 8, 8)).shape == (2, 10)
+
+
 def test_a_teacher_of_transformers_becomes_one_of_timm(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}

@@ -229,12 +229,17 @@ def device_slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", model).strip("_")
 
 
-def write_csv(path: Path | None, rows: Sequence[Mapping[str, Any]]) -> None:
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def write_csv(path: Path | None, rows: Sequence[Mapping[str, Any]], *, completed: bool = False) -> None:
     """Write rows with the fields of the first as header: None as an empty field, floats with five digits.
 
-    Without a path nothing is written.
+    Without a path nothing is written. With `completed` the origins of rows of earlier calls stay.
     """
     if path is None:
         return
     texts = ({key: f"{x:.5g}" if isinstance(x, float) else x for key, x in row.items()} for row in rows)
-    write_table(path, list(rows[0]), texts)
+    write_table(path, list(rows[0]), texts, completed=completed)

@@ -1,10 +1,10 @@
-"""Kinds of models of bench_models.py: spelling, construction, inputs and loss."""
+"""Models as benchmarks and experiments spell them: options after the name, construction, inputs and loss."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import timm
@@ -14,31 +14,38 @@ from torch import Tensor, nn
 
 import headmix_vision  # noqa: F401  (registers the models)
 
-CLASSES = 1000
+CLASSES = 100  # labels are drawn below; the video models know 101
+Size = int | tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model: name of its size argument, its inputs and its loss."""
+    """A kind of model: name of its size argument, its inputs, its loss, and options that take randomness out of it."""
 
     size: str
-    inputs: Callable[[int, int, torch.Generator], tuple[Tensor, ...]]
+    inputs: Callable[[int, Size, torch.Generator], tuple[Tensor, ...]]
     loss: Callable[[Tensor, tuple[Tensor, ...]], Tensor]
+    options: dict[str, Any] = field(default_factory=dict)
 
 
-def _image_inputs(batch: int, size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    return (torch.randn(batch, 3, size, size, generator=generator, device=generator.device),)
+def _places(size: Size) -> tuple[int, ...]:
+    return (size, size) if isinstance(size, int) else size
+
+
+def _image_inputs(batch: int, size: Size, generator: torch.Generator) -> tuple[Tensor, ...]:
+    return (torch.randn(batch, 3, *_places(size), generator=generator, device=generator.device),)
 
 
 def _image_loss(logits: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
-    labels = torch.arange(len(logits), device=logits.device) % logits.shape[1]
+    """Cross-entropy of labels that each image tells, so that a part of a batch has its own."""
+    labels = inputs[0].flatten(1)[:, 0].abs().mul(1e3).long() % logits.shape[1]
     return F.cross_entropy(logits, labels)
 
 
-def _latent_inputs(batch: int, size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Noisy latents [B, 4, size, size], times in [0, 1) and class labels."""
+def _latent_inputs(batch: int, size: Size, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Noisy latents [B, 4, size, size] or [B, 4, *size], times in [0, 1) and class labels."""
     device = generator.device
-    x = torch.randn(batch, 4, size, size, generator=generator, device=device)
+    x = torch.randn(batch, 4, *_places(size), generator=generator, device=device)
     t = torch.rand(batch, generator=generator, device=device)
     return x, t, torch.randint(0, CLASSES, (batch,), generator=generator, device=device)
 
@@ -50,7 +57,7 @@ def _latent_loss(prediction: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
 
 
 FAMILIES = {
-    "dit": Family("input_size", _latent_inputs, _latent_loss),
+    "dit": Family("input_size", _latent_inputs, _latent_loss, {"class_dropout": 0.0}),
     "image": Family("img_size", _image_inputs, _image_loss),
 }
 
@@ -100,7 +107,19 @@ def _value(text: str) -> Any:
         return text
 
 
-def make_model(spelling: str, size: int) -> nn.Module:
-    """Make a model for a size of images or latents."""
+def make_model(spelling: str, size: Size, **further: Any) -> nn.Module:
+    """Make a model for a size of images or latents; its spelling wins over further options."""
     name, options = read_spelling(spelling)
-    return timm.create_model(name, **{family_of(name).size: size}, **options)
+    return timm.create_model(name, **(further | options | {family_of(name).size: size}))
+
+
+def read_size(text: str) -> Size:
+    """Read ``"224"`` or ``"16x32x32"``.
+
+    Raises:
+        ValueError: for others.
+    """
+    places = tuple(map(int, text.split("x")))
+    if min(places) < 1:
+        raise ValueError(f"a size must be positive, got {text}.")
+    return places if len(places) > 1 else places[0]
