@@ -378,7 +378,7 @@ def record_launches(
     device: Any = kind[1]
     if kind in FAILED:
         raise NotRecorded
-    if gpu_behind(device).capability == (9, 0):
+    if gpu_behind(device).capability == (9, 0) and not INTERPRETED:
         give_compilers_the_assembler()
     try:
         with recorded(tables or {}, check=fallback):
@@ -398,10 +398,17 @@ def without_dispatcher(op: Call, run: Call, *, differentiable: bool = False) -> 
     """
 
     def call(*args: Any) -> Any:
-        past = (differentiable or not torch.is_grad_enabled()) and is_eager() and all(map(_is_plain, args))
+        past = (differentiable or not torch.is_grad_enabled()) and is_eager() and _are_plain(args)
         return (run if past else op)(*args)
 
     return call
+
+
+_HOLD_NO_SUBCLASS = frozenset((*_OF_A_KIND, tuple, int, float, bool))  # tuples hold settings
+
+
+def _are_plain(arguments: Sequence[Any]) -> bool:
+    return _HOLD_NO_SUBCLASS.issuperset(map(type, arguments)) or all(map(_is_plain, arguments))
 
 
 def _is_plain(argument: Any) -> bool:

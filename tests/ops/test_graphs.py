@@ -73,6 +73,28 @@ def test_recorded_head_in_head_computes_what_the_op_computes():
     assert_same((out, *d_inputs), expected)
 
 
+def test_tables_are_inputs_of_a_graph_whose_grid_is_known(monkeypatch):
+    """Graphs for grids of all sizes call the op, which finds its tables."""
+    monkeypatch.setattr(mhla_op, "is_inline", lambda: True)
+    graphs = []
+
+    def count_tables(graph, _):
+        graphs.append(sum("tables" in node.name for node in graph.graph.nodes if node.op == "placeholder"))
+        return graph
+
+    def attend(x, mixing):
+        q = x.flatten(1, 2).unflatten(-1, (2, 16))
+        blocks = TokenBlocks.from_grid(x.shape[1:3], (2, 2))
+        return mhla(mhla(q, q, q, mixing, blocks, impl="triton"), q, q, mixing, blocks, impl="triton_summary")
+
+    torch.compiler.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend=count_tables)
+    for size in ((4, 6), (6, 8), (8, 10)):
+        x, mixing = torch.randn(1, *size, 32), torch.rand(4, 4)
+        torch.testing.assert_close(compiled(x, mixing), attend(x, mixing))
+    assert graphs == [2, 0]
+
+
 def test_an_unknown_way_is_refused(monkeypatch):
     monkeypatch.setenv(dispatch.COMPILED, "Inline")
     with pytest.raises(InputError, match="must be one of opaque, inline, auto, got 'Inline'"):

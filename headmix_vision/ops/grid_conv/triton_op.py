@@ -34,7 +34,7 @@ def grid_conv_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None, grid: TokenGrid, residual: bool, silu: bool, fallback: bool = False
 ) -> Tensor:
     """Compute :func:`headmix_vision.ops.grid_conv` in kernels; for ``fallback`` see ``plan_triton`` of MHLA."""
-    sizes = [*grid.shape], grid.num_prefix_tokens, grid.repeats
+    sizes = grid.shape, grid.num_prefix_tokens, grid.repeats
     inline = is_inline() and not grid.num_prefix_tokens  # the kernels fill a part of the output, which graphs copy
     out: Tensor = _call_forward(x, weight, bias, *sizes, residual, silu, fallback, inline)
     return out

@@ -25,7 +25,7 @@ from headmix_vision.ops.dispatch import (
 )
 from headmix_vision.ops.head_in_head import triton_kernels as launch
 from headmix_vision.ops.head_in_head.torch_impl import Inputs, head_in_head_torch
-from headmix_vision.ops.runtime import KernelFailed
+from headmix_vision.ops.runtime import KernelFailed, device_of
 from headmix_vision.ops.token_scan import ScanTables
 
 
@@ -56,7 +56,7 @@ def _forward(
         return out, final, *buffers
     if not (FAILED and _kind(q, v, mask, fallback) in FAILED):
         try:
-            with torch.cuda.device_of(q):
+            with device_of(q):
                 launch.forward_pass(inputs, order, buffers, out, final)
             return out, final, *buffers
         except KernelFailed as error:
@@ -132,7 +132,7 @@ def _backward_pass(
         return d_q, d_k, d_v, d_beta, d_log_decay, d_mask, d_initial
     if not (FAILED and _kind(q, v, mask, fallback) in FAILED):
         try:
-            with torch.cuda.device_of(q):
+            with device_of(q):
                 buffers = launch.Saved(decays, scores, inverse, states, corrections)
                 return _of_types(launch.backward_pass(inputs, order, buffers, d_out, d_final), inputs)
         except KernelFailed as error:

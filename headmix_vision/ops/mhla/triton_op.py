@@ -75,10 +75,10 @@ def plan_triton(
         return partial(mhla_triton_of_rank, settings=settings)
     regime = regime or choose_regime(settings.blocks, q.shape[-1], v.shape[-1], settings.causal)
     settings = settings._replace(regime=regime)
-    return partial(mhla_triton, settings=settings, packed=settings.pack())
+    return partial(mhla_triton, settings=settings, packed=tuple(settings.pack()))
 
 
-def mhla_triton(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settings, packed: list[int]) -> Tensor:
+def mhla_triton(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settings, packed: Sequence[int]) -> Tensor:
     """Compute :func:`headmix_vision.ops.mhla` in the regime of the settings, which ``packed`` holds for the op."""
     if settings.causal:
         mixing = mixing.tril()  # nothing is computed with weights of later blocks
@@ -93,7 +93,7 @@ def mhla_triton(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Setti
 _TABLES = ModuleType("tables")  # of graphs: torch.compile reads an attribute of a module when it comes to it
 
 
-def _tables_of_graph(q: Tensor, v: Tensor, packed: list[int]) -> Tensor | None:
+def _tables_of_graph(q: Tensor, v: Tensor, packed: Sequence[int]) -> Tensor | None:
     """Return the index tables that a graph needs to launch the kernels itself; None where it calls the op."""
     from torch.fx.experimental.symbolic_shapes import has_static_value
 

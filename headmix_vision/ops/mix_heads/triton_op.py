@@ -24,7 +24,7 @@ from headmix_vision.ops.dispatch import (
 )
 from headmix_vision.ops.mix_heads import triton_kernels as launch
 from headmix_vision.ops.mix_heads.torch_impl import mix_heads_torch
-from headmix_vision.ops.runtime import KernelFailed
+from headmix_vision.ops.runtime import KernelFailed, device_of
 
 
 def mix_heads_triton(*tensors: Tensor, fallback: bool = False) -> tuple[Tensor, ...]:
@@ -40,7 +40,7 @@ def _forward(inputs: list[Tensor], weights: Tensor, fallback: bool) -> list[Tens
         return outs
     if not (FAILED and _kind(inputs, weights, fallback) in FAILED):
         try:
-            with torch.cuda.device_of(weights):
+            with device_of(weights):
                 launch.mix(inputs, weights, outs)
             return outs
         except KernelFailed as error:
@@ -108,7 +108,7 @@ def _fill_gradients(
         return torch.zeros_like(weights, memory_format=torch.contiguous_format)
     if not (FAILED and _kind(inputs, weights, fallback) in FAILED):
         try:
-            with torch.cuda.device_of(weights):
+            with device_of(weights):
                 return launch.mix_backward(d_outs, inputs, weights, d_inputs, pack)
         except KernelFailed as error:
             stand_in(error, fallback, *_kind(inputs, weights, fallback))
