@@ -51,6 +51,7 @@ from headmix_lab.tables import print_table, read_csv
 from headmix_vision.layers.head_mixes import HEAD_MIXES
 from headmix_vision.training.base_module import compile_blocks
 
+BF16 = "inference_bf16"  # inference without autocast, all weights in bfloat16
 MAX_ERROR = {"outputs": 0.05, "gradients": 0.1}  # relative, of two bf16 passes
 PARTS = 8  # of a batch, for the uncompiled pass of the gate: it must not need more memory than the compiled one
 MODES = ("train", "inference")
@@ -83,14 +84,19 @@ class Contestant:
         self, name: str, setting: Setting, inputs: tuple[Tensor, ...], window_s: float, check: bool = True
     ) -> None:
         family, mode, compile_mode = family_of(name), setting.mode, setting.compile
-        self.name, self.mode, self.inputs, self.loss_of = name, mode, inputs, family.loss
-        self.device = inputs[0].device
+        self.name, self.mode, self.loss_of, self.device = name, mode, family.loss, inputs[0].device
+        self.weights = torch.bfloat16 if mode == BF16 else torch.float32
+        self.inputs = tuple(x.to(self.weights) if x.is_floating_point() else x for x in inputs)
         self.last: Tensor | None = None
         self.rates: list[float] = []
         on_gpu = self.device.type == "cuda"
         before = torch.cuda.memory_allocated(self.device) if on_gpu else 0
         torch.manual_seed(0)
-        self.model = families.make_model(name, setting.size, **family.options).to(self.device).train(mode == "train")
+        self.model = (
+            families.make_model(name, setting.size, **family.options)
+            .to(self.device, self.weights)
+            .train(mode == "train")
+        )
         _fill_zeros(self.model)
         self.call: Callable[..., Tensor] = self.model
         self.compile_s: float | None = None
@@ -115,7 +121,7 @@ class Contestant:
 
     def step(self) -> None:
         """One training step, or one forward pass."""
-        if self.mode == "inference":
+        if self.mode != "train":
             with torch.inference_mode(), self._autocast():
                 self.last = self.call(*self.inputs)
             return
@@ -168,7 +174,7 @@ class Contestant:
         return [torch.cat(outputs), *([torch.cat(gradients)] if training else [])]
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.mode != BF16)
 
 
 def _cache_hits() -> int:
@@ -204,7 +210,7 @@ def compare(names: Sequence[str], setting: Setting, arguments: argparse.Namespac
             contestant.rates.append(contestant.steps * setting.batch / contestant.window())
     for contestant in ready.values():
         contestant.check_finite()
-    settled = {"windows": arguments.windows, "autocast": "bfloat16"}
+    settled = {"windows": arguments.windows, "autocast": "bfloat16" if setting.mode != BF16 else "off"}
     return [_row(name, arguments.baseline, ready, setting) | settled | {"note": notes.get(name, "")} for name in names]
 
 
@@ -288,7 +294,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--baseline", help="model beside them, by default their equals with softmax and timm's DeiT")
     add("--sizes", type=families.read_size, nargs="+", help="pixels, or latents of a dit_* such as 32 or 16x32x32")
     add("--batch", type=int, nargs="+", help="one for each size of --models, or one for all")
-    add("--modes", nargs="+", default=list(MODES), choices=MODES)
+    add("--modes", nargs="+", default=list(MODES), choices=(*MODES, BF16), help="by default train and inference")
     add("--compile", nargs="+", choices=COMPILE, help="modes of torch.compile, 'none' (eager), 'blocks'")
     add("--windows", type=int, help="windows of each model, by default 7")
     add("--window_s", type=float, help="seconds of a window, at least one step, by default 0.7")
@@ -297,7 +303,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--jobs",
         type=int,
         default=1,
-        help="processes that measuring.fill the compiler's caches before a setting is timed",
+        help="processes that fill the compiler's caches before a setting is timed",
     )
     measuring.add_options(parser, tiny="tiny models, 64 px, batch 2, not compiled")
     arguments = parser.parse_args(argv)

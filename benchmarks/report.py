@@ -90,7 +90,7 @@ MODEL_COLUMNS = {
     "hih": "Head-in-Head",
     "timm": "timm's DeiT-S",
 }
-MODES = {"train": "training", "inference": "inference"}
+MODES = {"train": "training", "inference": "inference", "inference_bf16": "inference, weights in bf16"}
 COMPILE_MODES = {"none": "eager", "default": "compiled", "reduce-overhead": "CUDA graphs", "blocks": "blocks compiled"}
 WAN_TOKENS = ("31500", "32760", "75600")
 WAN_MODES = {"forward": "denoising forward", "train": "training step"}
