@@ -275,7 +275,7 @@ def _compile_ahead(task: tuple[str, Setting, str]) -> None:
 
 
 def settings_of(arguments: argparse.Namespace) -> list[Setting]:
-    """Return the settings of --models, or those of the whole table that the other options name."""
+    """Return the settings of --models, else the part of the whole table that the other options choose."""
     if arguments.models:
         batches = arguments.batch * (len(arguments.sizes) // len(arguments.batch))
         sizes = list(zip(arguments.sizes, batches, strict=True))

@@ -21,7 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from PIL import Image
 
@@ -65,7 +65,6 @@ SOFTWARE.
 """
 MAX_PACKAGE_BYTES = 1 << 30  # unpacked
 _DOCUMENTS = ("package.json", "emoji.json", "LICENSE", "README.md")
-_COLUMNS = ("path", "split", "group", "subgroup", "style", "thing", "code", "name", "sha256")
 _LEFT_OUT = {"skin-tone"}  # subcategories: samples of colours
 _MARKS = {"200d", "fe0f"}  # joiner, and the wish for a colour picture
 _MODIFIERS = {"2640", "2642", "27a1"}  # woman, man, facing right
@@ -185,20 +184,32 @@ class Emoji:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """An emoji in a style.
+class Drawn:
+    """A drawing of an emoji.
 
     Args:
         emoji: The emoji.
-        style: Name of the style.
-        image: RGB, `SIZE` x `SIZE`.
-        sha256: Of the image's bytes.
+        sha256: Of the bytes of its pixels.
     """
 
     emoji: Emoji
+    sha256: str
+
+
+Drawing = TypeVar("Drawing", bound=Drawn)
+
+
+@dataclass(frozen=True)
+class Picture(Drawn):
+    """An emoji in a style.
+
+    Args:
+        style: Name of the style.
+        image: RGB, `SIZE` x `SIZE`.
+    """
+
     style: str
     image: Image.Image
-    sha256: str
 
     @property
     def path(self) -> str:
@@ -209,16 +220,17 @@ class Picture:
 Files = dict[str, bytes]
 
 
-def read_package(source: Path) -> Files:
+def read_package(source: Path, styles: Sequence[Style]) -> Files:
     """Read pictures, table and documents of a package, by their names within it.
 
     Args:
         source: The archive that `npm pack` writes, or the folder into which npm installs the package.
+        styles: Packages that it can be; their folders are read.
 
     Raises:
         InputError: It is neither.
     """
-    folders = [style.folder for style in STYLES]
+    folders = {style.folder for style in styles}
     if source.is_dir():
         paths = [source / name for name in _DOCUMENTS]
         paths += [path for folder in folders for path in (source / folder).glob("*")]
@@ -246,8 +258,12 @@ def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         yield member
 
 
-def read_packages(sources: Sequence[Path]) -> dict[str, Files]:
+def read_packages(sources: Sequence[Path], styles: Sequence[Style]) -> dict[str, Files]:
     """Read the packages of all styles, by style.
+
+    Args:
+        sources: The packages, see `read_package`.
+        styles: The styles, each of which has one package.
 
     Raises:
         InputError: A package that is missing, with the command that fetches it, of another version, unknown, given
@@ -255,13 +271,13 @@ def read_packages(sources: Sequence[Path]) -> dict[str, Files]:
     """
     found: dict[str, Files] = {}
     for source in sources:
-        files = read_package(source)
+        files = read_package(source, styles)
         with readable(f"{source}, package.json"):
             about = parse_json(files["package.json"], "it")
             name, version = about["name"], about["version"]
-        style = next((style for style in STYLES if style.package == name), None)
+        style = next((style for style in styles if style.package == name), None)
         if style is None:
-            raise InputError(f"--source {source} is {name}, it must be {', '.join(style.package for style in STYLES)}")
+            raise InputError(f"--source {source} is {name}, it must be {', '.join(style.package for style in styles)}")
         if version != style.version:
             raise InputError(
                 f"--source {source} is {name} {version}, it must be {style.version}: npm pack {style.spec}"
@@ -275,9 +291,9 @@ def read_packages(sources: Sequence[Path]) -> dict[str, Files]:
                 f" npm pack {style.spec}"
             )
         found[style.name] = files
-    missing = [style.spec for style in STYLES if style.name not in found]
+    missing = [style.spec for style in styles if style.name not in found]
     if missing:
-        raise InputError(f"--source lacks {len(missing)} of {len(STYLES)} packages: npm pack {' '.join(missing)}")
+        raise InputError(f"--source lacks {len(missing)} of {len(styles)} packages: npm pack {' '.join(missing)}")
     return found
 
 
@@ -293,7 +309,7 @@ def read_emoji(table: bytes) -> list[Emoji]:
             continue
         group, subgroup = _slug(entry["category"]), _slug(entry["subcategory"])
         for form in (entry, *entry.get("skin_variations", {}).values()):
-            code, thing = _code(form["unified"]), _thing(_code(entry["unified"]))
+            code, thing = emoji_code(form["unified"]), _thing(emoji_code(entry["unified"]))
             found.append(Emoji(code, entry["name"].lower(), group, subgroup, thing))
     if not found:
         raise ValueError("it names no emoji")
@@ -304,7 +320,7 @@ def _slug(name: str) -> str:
     return "-".join(re.findall("[a-z0-9]+", name.lower()))
 
 
-def _code(points: str) -> str:
+def emoji_code(points: str) -> str:
     """Normalise code points, which packages spell differently: `0023-FE0F-20E3` to `23-20e3`."""
     return "-".join(point.lstrip("0") for point in re.split("[-_]", points.lower()) if point not in _MARKS)
 
@@ -315,12 +331,16 @@ def _thing(code: str) -> str:
 
 
 def draw(data: bytes) -> Image.Image:
-    """Decode a picture, put it on a white square, and scale it to `SIZE` pixels with Lanczos' filter."""
-    shape = Decoding().first_frame(data)
+    """Decode a picture and fit it into `SIZE` pixels."""
+    return fit_square(Decoding().first_frame(data), SIZE)
+
+
+def fit_square(shape: Image.Image, size: int) -> Image.Image:
+    """Put a picture on a white square, and scale it to `size` pixels with Lanczos' filter."""
     side = max(shape.size)
     canvas = Image.new("RGB", (side, side), "white")
     canvas.paste(shape, ((side - shape.width) // 2, (side - shape.height) // 2))
-    return canvas.resize((SIZE, SIZE), Image.Resampling.LANCZOS)
+    return canvas.resize((size, size), Image.Resampling.LANCZOS)
 
 
 def draw_all(packages: dict[str, Files]) -> list[Picture]:
@@ -332,29 +352,35 @@ def draw_all(packages: dict[str, Files]) -> list[Picture]:
     package = STYLES[0].package
     with readable(f"emoji.json of {package}"):
         emoji = read_emoji(packages[STYLES[0].name]["emoji.json"])
-    jobs = list(_jobs(packages, emoji))
-    equal: dict[str, list[Picture]] = defaultdict(list)
+    jobs, pictures = list(_jobs(packages, emoji)), []
     with progress("drawing", len(jobs), "pictures") as advance:
         for one, style, name, data in jobs:
             with readable(f"{name} of {style.package}"):
                 image = draw(data)
-            digest = hashlib.sha256(image.tobytes()).hexdigest()
-            equal[digest].append(Picture(one, style.name, image, digest))
+            pictures.append(Picture(one, hashlib.sha256(image.tobytes()).hexdigest(), style.name, image))
             advance(1)
-    things = {one.thing: one.thing for one in emoji}
+    return keep_first(pictures)
+
+
+def keep_first(drawings: Sequence[Drawing]) -> list[Drawing]:
+    """Keep the first of equal drawings, and join the things that they show."""
+    equal: dict[str, list[Drawing]] = defaultdict(list)
+    for drawing in drawings:
+        equal[drawing.sha256].append(drawing)
+    things = {drawing.emoji.thing: drawing.emoji.thing for drawing in drawings}
     for twins in equal.values():
-        joined = {things[picture.emoji.thing] for picture in twins}
+        joined = {things[drawing.emoji.thing] for drawing in twins}
         if len(joined) > 1:
             things = {name: min(joined) if thing in joined else thing for name, thing in things.items()}
-    pictures = (first for first, *_ in equal.values())
-    return [replace(p, emoji=replace(p.emoji, thing=things[p.emoji.thing])) for p in pictures]
+    kept = (first for first, *_ in equal.values())
+    return [replace(one, emoji=replace(one.emoji, thing=things[one.emoji.thing])) for one in kept]
 
 
 def _jobs(packages: dict[str, Files], emoji: list[Emoji]) -> Iterator[tuple[Emoji, Style, str, bytes]]:
     for style in STYLES:
         # of two names for one emoji, the last one, which has all marks, counts
         by_code = {
-            _code(Path(name).stem): (name, data)
+            emoji_code(Path(name).stem): (name, data)
             for name, data in sorted(packages[style.name].items())
             if name.startswith(f"{style.folder}/")
         }
@@ -363,7 +389,7 @@ def _jobs(packages: dict[str, Files], emoji: list[Emoji]) -> Iterator[tuple[Emoj
                 yield one, style, *by_code[one.code]
 
 
-def split_things(pictures: Sequence[Picture]) -> dict[str, str]:
+def split_things(pictures: Sequence[Drawing]) -> dict[str, str]:
     """Deal the things of each subgroup to `SPLITS`, things of equal size in the order of their hashes.
 
     Returns:
@@ -395,7 +421,7 @@ def build(sources: Sequence[Path], out: Path, file_format: str = "png") -> dict[
     if os.path.lexists(out):
         raise InputError(f"--out {out} already exists; choose another one or remove it")
     check_place(out)
-    packages = read_packages(sources)
+    packages = read_packages(sources, STYLES)
     with atomic_folder(out) as complete:  # before anything is drawn: a second process ends at once
         return _fill(complete, packages, file_format)
 
@@ -421,12 +447,8 @@ def _fill(folder: Path, packages: dict[str, Files], file_format: str) -> dict[st
         path = folder / row["path"]
         path.parent.mkdir(parents=True, exist_ok=True)
         picture.image.save(path, format=file_format, **FORMATS[file_format])
-    with (folder / TABLE).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    _write_notices(folder, packages)
-    digest = hashlib.sha256((folder / TABLE).read_bytes()).hexdigest()
+    digest = write_rows(folder / TABLE, rows)
+    write_notices(folder, packages, STYLES, f"put on white, and scaled to {SIZE} x {SIZE} pixels")
     return {
         "pictures": Counter(row["split"] for row in rows),
         "classes": {name: len({row[name] for row in rows} - {""}) for name in ("group", "subgroup", "style")},
@@ -434,13 +456,19 @@ def _fill(folder: Path, packages: dict[str, Files], file_format: str) -> dict[st
     }
 
 
-def _write_notices(folder: Path, packages: dict[str, Files]) -> None:
-    lines = [
-        "# Pictures and their licences",
-        "",
-        f"All pictures were changed: put on white, and scaled to {SIZE} x {SIZE} pixels.",
-    ]
-    for style in STYLES:
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> str:
+    """Write a table and return its SHA-256."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def write_notices(folder: Path, packages: dict[str, Files], styles: Sequence[Style], changes: str) -> None:
+    """Write `NOTICE.md`, and the licences of all pictures, which were changed."""
+    lines = ["# Pictures and their licences", "", f"All pictures were changed: {changes}."]
+    for style in styles:
         name, url = style.licence
         lines += [
             *("", f"## `{style.name}`", ""),
@@ -451,7 +479,7 @@ def _write_notices(folder: Path, packages: dict[str, Files]) -> None:
             f"- in `licences/{style.name}/`: {style.packager}",
         ]
     (folder / "NOTICE.md").write_text("\n".join(lines) + "\n")
-    for style in STYLES:
+    for style in styles:
         place = folder / "licences" / style.name
         place.mkdir(parents=True)
         if style.licence[0] == "MIT":  # which asks for its text beside what it covers

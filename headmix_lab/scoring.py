@@ -4,8 +4,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from headmix_vision.console import default_device
-from headmix_vision.evaluation.extractors import open_extractor
+from headmix_vision.evaluation.extractors import FeatureExtractor
 from headmix_vision.evaluation.frechet import Statistics
 from headmix_vision.evaluation.sample_sets import SampleSet
 from headmix_vision.evaluation.scores import Scorer
@@ -14,8 +13,8 @@ from headmix_vision.evaluation.scores import Scorer
 class RememberingScorer(Scorer):
     """Scorer that keeps features, logits and statistics of a set of pictures as long as the set exists."""
 
-    def __init__(self, features: str) -> None:
-        super().__init__(open_extractor(features, default_device()), batch_size=256)
+    def __init__(self, extractor: FeatureExtractor, batch_size: int = 256) -> None:
+        super().__init__(extractor, batch_size)
         self._collected: WeakKeyDictionary[SampleSet, dict[str, Tensor]] = WeakKeyDictionary()
         self._statistics: WeakKeyDictionary[SampleSet, Statistics] = WeakKeyDictionary()
 

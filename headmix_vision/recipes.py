@@ -10,6 +10,7 @@ FOLDER = Path(__file__).parent / "configs"  # a link to the folder of the reposi
 DEFAULT = "digits"
 _OPTIONS = ("-c", "--config")
 _ATTENTION = "(?:softmax|linear|mhla|hih)(?:_iha|_mea)?"
+_FORMER_OVERLAYS = {"overlays/fsdp": "-c overlays/gpu8 --trainer.strategy fsdp2"}
 _FORMER_MODELS = {  # model files of earlier versions, by command
     "cls": re.compile(rf"(imagenet/|models/)?deit_(tiny|small)_({_ATTENTION})(_cpe)?(_224|_384)?"),
     "gen": re.compile(rf"(?:models/)?(dit_(?:video_)?)({_ATTENTION})(_cpe_gate)?(_s_2|_xl_2)"),
@@ -33,7 +34,7 @@ def find_config(name: str, group: str) -> str:
         The path, or the text as it was given.
 
     Raises:
-        InputError: It is none of these, or a model file of an earlier version, which options replace.
+        InputError: It is none of these, or a file of an earlier version, which options replace.
     """
     if Path(name).is_file():
         return name
@@ -43,8 +44,8 @@ def find_config(name: str, group: str) -> str:
         return str(FOLDER / group / f"{recipe}.yaml")
     if any(sign in name for sign in "{:\n"):
         return name
-    if options := _options_of_model_file(recipe, group):
-        raise InputError(f"--config {name}: options replace the files of models. Write {options}")
+    if options := _FORMER_OVERLAYS.get(recipe) or _options_of_model_file(recipe, group):
+        raise InputError(f"--config {name}: options replace this file. Write {options}")
     by_stem = {known.rpartition("/")[2]: known for known in names} | {known: known for known in names}
     hint = suggest(name.removesuffix(".yaml"), by_stem, f"the shipped ones are {', '.join(names)}", most=3)
     raise InputError(f"--config {name} is neither a file nor a shipped recipe{hint}")

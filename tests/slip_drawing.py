@@ -1,8 +1,9 @@
 """Draws small mistakes in the code that runs without a GPU, and runs the tests that should notice them.
 
-Some places are never drawn, as a mistake there changes no result on a CPU: kernels, launch parameters and what reads
-``torch.cuda``; messages, representations and internal assertions, ``strict`` of `zip` among them; sizes of caches,
-layouts in memory and asynchronous copies; and ``fsync``, which only a power cut shows.
+Some places are never drawn, as a mistake there changes no result on a CPU: kernels, their tiles, what assembles them
+and what reads ``torch.cuda``; messages, representations and internal assertions, ``strict`` of `zip` among them; sizes
+of caches, layouts in memory and asynchronous copies; and ``fsync``, which only a power cut shows. Nor are arguments of
+`gcd` and the like exchanged, or signs of whole numbers lost: dim -1 of a matrix is dim 1.
 """
 
 import ast
@@ -18,17 +19,20 @@ from slip_reach import Reach
 from slip_runs import ROOT, Copy, Verdict
 
 FOLDERS = (
-    "console", "data", "diffusion", "evaluation", "files", "layers", "models", "ops", "runs", "sampling", "training",
+    "data", "diffusion", "evaluation", "files", "layers", "models", "ops", "runs", "sampling", "training",
 )  # fmt: skip
 KERNEL = re.compile(r"\.(jit|constexpr_function)$")
 TUNING = "triton_tuning.py"  # tiles by GPU
+TILES = re.compile(r"\bTiles( \| None)?$")  # the type of what functions choose that choose tiles
+ASSEMBLING = re.compile("assembler|_driver_major")  # functions about the programs that assemble for GPUs
+SYMMETRIC = {"alignment", "equal", "gcd", "max", "maximum", "min", "minimum"}  # in their arguments
 # Their arguments are texts for users.
 SPEAKING = {"InputError", "add_argument", "info", "note", "print", "rank_zero_info", "rank_zero_warn", "warn"}
 ASKING = {"getattr", "hasattr", "isinstance", "issubclass", "setattr"}  # with other arguments they raise at once
 UNSEEN = {"fsync"}
 UNSEEN_KEYWORDS = {
     "daemon", "flush", "low_cpu_mem_usage", "maxnreg", "maxsize", "memory_format", "non_blocking", "num_stages",
-    "num_warps", "stacklevel", "strict",
+    "num_warps", "repr", "stacklevel", "strict",
 }  # fmt: skip
 REPRESENTING = {"__repr__", "__str__", "extra_repr"}
 COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
@@ -80,7 +84,11 @@ class Sites(ast.NodeVisitor):
             return
         if isinstance(node, ast.FunctionDef) and any(KERNEL.search(ast.unparse(x)) for x in node.decorator_list):
             return
-        if isinstance(node, SIMPLE) and "torch.cuda" in ast.unparse(node):
+        if isinstance(node, ast.FunctionDef) and (
+            ASSEMBLING.search(node.name) or TILES.search(ast.unparse(node.returns or ast.Constant(None)))
+        ):
+            return
+        if isinstance(node, SIMPLE) and any(text in ast.unparse(node) for text in ("torch.cuda", "Tiles(")):
             return
         if isinstance(node, CHOICES) and "cuda" in ast.unparse(node.test):
             for child in [node.orelse] if isinstance(node.orelse, ast.expr) else node.orelse:
@@ -130,7 +138,8 @@ def _changes(node: ast.AST) -> Iterator[str]:
     elif isinstance(node, ast.BoolOp):
         yield _changed(node, op=ast.And() if isinstance(node.op, ast.Or) else ast.Or())
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
-        yield ast.unparse(node.operand)
+        if not isinstance(getattr(node.operand, "value", None), int):
+            yield ast.unparse(node.operand)
     elif isinstance(node, ast.Constant):
         if isinstance(node.value, bool):
             yield str(not node.value)
@@ -168,7 +177,8 @@ def _calls(node: ast.Call) -> Iterator[str]:
             yield _changed(node, keywords=[x for x in node.keywords if x is not keyword])
     starred = any(isinstance(x, ast.Starred) for x in node.args)
     if len(node.args) >= 2 and not starred:
-        yield _changed(node, args=[node.args[1], node.args[0], *node.args[2:]])
+        if _called(node) not in SYMMETRIC:
+            yield _changed(node, args=[node.args[1], node.args[0], *node.args[2:]])
         yield _changed(node, args=node.args[:-1])
     if _called(node) in NAMES:
         other = NAMES[_called(node)]
@@ -181,7 +191,8 @@ def sites() -> list[tuple[str, ast.AST, tuple[str, ...], list[str]]]:
     """List what can be changed in the package."""
     listed = []
     package = ROOT / "headmix_vision"
-    for path in sorted(path for folder in FOLDERS for path in (package / folder).rglob("*.py")):
+    folders = [path for folder in FOLDERS for path in (package / folder).rglob("*.py")]
+    for path in sorted([*folders, package / "console.py", package / "errors.py"]):
         if path.name != TUNING:
             file = str(path.relative_to(package))
             listed += [(file, *site) for site in Sites(ast.parse(path.read_text())).found]

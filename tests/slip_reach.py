@@ -21,6 +21,7 @@ from coverage import Coverage, CoverageData
 SECONDS, DATA, SOURCE = "seconds.jsonl", "coverage.sqlite", "source.sha256"
 FOLDER = "SLIP_REACH"  # environment variable: where recordings are written
 MOST_TESTS = 400
+VALUES = "tests/test_defaults.py::test_values_are_kept[{}]"  # whose line no test runs: Python does at import
 SETTINGS = """[run]
 source = {root}/headmix_vision
 data_file = {folder}/part
@@ -122,6 +123,7 @@ class Reach:
         found = lines.get(line, set()) or self._users(tree, line)
         for first, last in [*around, (0, len(text))]:
             found = found or {test for number in range(first, last + 1) for test in lines.get(number, ())}
+        found = found if line in bodies else {*found, VALUES.format(file)}
         chosen, spent = [], 0.0
         for test in sorted(found, key=lambda test: (self.seconds[test], test)):
             spent += self.seconds[test] + 0.01

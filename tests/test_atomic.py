@@ -42,6 +42,14 @@ def test_a_finished_write_replaces_the_old_file(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["weights"]
 
 
+def test_a_link_in_place_of_the_temporary_file_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("other")
+    (tmp_path / f".weights.{os.getpid()}.tmp").symlink_to("other")
+    with atomic_path(tmp_path / "weights") as temporary:
+        temporary.write_text("new")
+    assert [(tmp_path / name).read_text() for name in ("other", "weights")] == ["other", "new"]
+
+
 def test_nothing_is_left_of_a_write_that_never_began(tmp_path: Path) -> None:
     with pytest.raises(KeyError), atomic_path(tmp_path / "absent"):
         raise KeyError

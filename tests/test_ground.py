@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headmix_vision.console import OneLineParser, open_device, process_numbers
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, keywords
 from headmix_vision.files.reading import check_fields
 from headmix_vision.files.tensors import header_of, open_tensors, write_tensors
 from headmix_vision.files.writing import check_place
@@ -28,6 +28,16 @@ from headmix_vision.files.writing import check_place
 def test_entries_are_checked(found: object, message: str) -> None:
     with pytest.raises(InputError, match=message):
         check_fields("x.json", found, {"count": int, "size": list | None})
+
+
+def test_arguments_by_name_are_those_of_a_class_and_of_its_bases() -> None:
+    class Base:
+        def __init__(self, a: int, b: int = 0) -> None: ...
+
+    class Own(Base):
+        def __init__(self, c: int, **others: int) -> None: ...
+
+    assert keywords(Own) == ["c", "a", "b"] and keywords(Own, leave_out=("a",)) == ["c", "b"]
 
 
 def test_an_entry_that_may_be_none_may_be_absent() -> None:

@@ -72,6 +72,25 @@ def test_containers_limit_the_memory(version: int, tmp_path: Path, monkeypatch: 
     assert reading._rooms_in_groups() == [1300]
 
 
+@pytest.mark.parametrize(
+    ("said", "groups"),
+    [
+        ("0::/a/b\n", ["a/b", "a", ""]),
+        ("0::/\n", [""]),
+        ("3:cpu,memory:/a/b\n2:cpu:/c\nx:y\n", ["memory/a/b", "memory/a", "memory"]),
+    ],
+)
+def test_containers_are_those_of_the_process_and_around_it(
+    said: str, groups: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cgroup").write_text(said)
+    monkeypatch.setattr(reading, "Path", lambda path: tmp_path / Path(path).name)
+    monkeypatch.setattr(reading, "_CONTROL_GROUPS", tmp_path)
+    assert [place.relative_to(tmp_path) for place in reading._groups()] == [Path(group) for group in groups]
+    (tmp_path / "cgroup").unlink()
+    assert reading._groups() == []
+
+
 def test_memory_and_workers_beyond_the_machine_are_refused() -> None:
     check_memory(1 << 20, "a little")
     with pytest.raises(InputError, match=r"^x of 9 needs 1.0e\+18 bytes of memory, .* GB is left$"):
@@ -182,6 +201,15 @@ def test_yaml_that_grows_is_refused_before_it_is_loaded(text: str, message: str)
     with pytest.raises(InputError, match=message):
         parse_yaml(text)
     parse_yaml("a: &a {b: &b 1, c: [*b, *b]}\nd: *a\ne: {<<: *a}")
+
+
+def test_aliases_of_yaml_count_as_what_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "a: &a {b: &b 1, c: [*b, *b]}\nd: *a"  # keys and collections are values too: 2 + 7, and 1 + 7
+    monkeypatch.setattr(reading, "MAX_YAML_VALUES", 17)
+    check_yaml(text)
+    monkeypatch.setattr(reading, "MAX_YAML_VALUES", 16)
+    with pytest.raises(InputError, match="more than 16 values"):
+        check_yaml(text)
 
 
 def forge(path: Path, header: str, data: bytes = b"", name: str = "arr_0.npy", **details: Any) -> Path:

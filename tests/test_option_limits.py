@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from inputs import photo, write_mixed, write_tar
 
-from headmix_lab.emoji import read_package
+from headmix_lab.emoji import STYLES, read_package
 from headmix_vision.cli.cache_latents import main as cache_latents
 from headmix_vision.cli.index_shards import main as index_shards
 from headmix_vision.data import ClassificationData
@@ -129,7 +129,7 @@ def test_a_package_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypat
             archive.addfile(member, file)
     monkeypatch.setattr("headmix_lab.emoji.MAX_PACKAGE_BYTES", 1 << 19)
     with pytest.raises(InputError, match=r"a\.tgz cannot be read \(it unpacks to more than"):
-        read_package(tmp_path / "a.tgz")
+        read_package(tmp_path / "a.tgz", STYLES)
 
 
 def test_configs_that_grow_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

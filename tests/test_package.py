@@ -175,6 +175,18 @@ def test_a_link_to_itself_is_refused_in_one_line(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: Symlink loop from ")
 
 
+def test_a_reader_that_has_gone_is_told_nothing():
+    code = (
+        "from headmix_vision.console import one_line_errors\n"
+        "with one_line_errors():\n    for _ in range(9):\n        print('y' * 1_000_000)\n"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 def test_a_process_whose_peer_is_gone_ends_with_one_line(capsys):
     with pytest.raises(SystemExit, match="2"), one_line_errors():
         raise RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:20663")

@@ -56,6 +56,7 @@ def test_unknown_names_are_refused_with_the_nearest(name: str, group: str, hint:
             "-c imagenet -c 384px --model.name deit_hih_tiny_patch16_224 --model.model_args.cpe false",
         ),
         ("configs/gen/models/dit_linear_s_2.yaml", "gen", "--model.name dit_linear_s_2"),
+        ("overlays/fsdp", "cls", "-c overlays/gpu8 --trainer.strategy fsdp2"),
         ("models/dit_video_hih_xl_2", "gen", "-c models/dit_video_xl_2 --model.name dit_video_hih_xl_2"),
         (
             "models/dit_mhla_cpe_gate_xl_2",
@@ -65,10 +66,10 @@ def test_unknown_names_are_refused_with_the_nearest(name: str, group: str, hint:
         ),
     ],
 )
-def test_model_files_of_earlier_versions_are_answered_with_their_options(name: str, group: str, options: str):
+def test_files_of_earlier_versions_are_answered_with_their_options(name: str, group: str, options: str):
     with pytest.raises(InputError) as error:
         find_config(name, group)
-    assert str(error.value) == f"--config {name}: options replace the files of models. Write {options}"
+    assert str(error.value) == f"--config {name}: options replace this file. Write {options}"
 
 
 def test_command_lines():

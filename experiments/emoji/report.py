@@ -5,34 +5,24 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from experiments.emoji.runs import MODELS, REAL, TEST, TRAIN, VALIDATION, Case, Runs
-from headmix_lab.photographs import save_png
+from experiments.emoji.runs import MODELS, REAL, Case, Runs
+from headmix_lab.drawing_tasks import TASKS, TEST, TRAIN, VALIDATION, Task
+from headmix_lab.photographs import save_picture
 from headmix_lab.script_runs import mark
 from headmix_lab.tables import ResultTable, Row, column_cell, markdown_table, read_csv
-from headmix_vision.analysis.line_charts import OKABE_ITO, label_ends, line_figure, save_svg
-from headmix_vision.evaluation.sample_sets import SampleSet
-from headmix_vision.evaluation.sample_sources import TensorSamples
+from headmix_vision.analysis.line_charts import BLACK, OKABE_ITO, label_ends, line_figure, save_svg
 from headmix_vision.evaluation.scores import nearest
 from headmix_vision.sampling.folder import draw_grid
 
-SCORES = {
-    "fid": "FID",
-    "precision_percent": "precision, %",
-    "recall_percent": "recall, %",
-    "top1_percent": "as its label, %",
-    "balanced_percent": "the same, balanced, %",
-    "nearer_percent": "nearer to training, %",
-    "copied_percent": "copied, %",
-}
-COLUMNS = ("row", "seed", "split", "guidance", "steps", "flat", "parameters", *SCORES, "recipe")
 FOLDER = Path(__file__).parent
 CLAIMS = {"results": "attention in models that draw emoji", "large": "a larger model that draws emoji"}
 COPIES = 12  # samples that are shown beside their nearest training pictures, of either choice
-WIDTH, SHEET_ROWS = 13, 6
+SHEETS = {False: (13, 6), True: (5, 3)}  # samples in a row, and rows, of pictures and of clips
 
 
-def open_table(path: Path) -> ResultTable:
+def open_table(path: Path, task: Task = TASKS["emoji"]) -> ResultTable:
     """The table of a CSV file.
 
     Raises:
@@ -40,18 +30,30 @@ def open_table(path: Path) -> ResultTable:
     """
     places = {name: place for place, name in enumerate((*MODELS, REAL, VALIDATION, TEST))}
     order = lambda key: (places[key[2]], places[key[0]], int(key[1]), float(key[3] or 0))  # noqa: E731
-    return ResultTable(path, COLUMNS, 4, order)
+    columns = (
+        "row",
+        "seed",
+        "split",
+        "guidance",
+        "steps",
+        "flat",
+        "parameters",
+        *task.scores,
+        *task.controls,
+        "recipe",
+    )
+    return ResultTable(path, columns, 4, order)
 
 
-def quality(rows: Sequence[Row]) -> str:
+def quality(rows: Sequence[Row], task: Task = TASKS["emoji"]) -> str:
     """The table in Markdown of rows of the test split, mean ± standard deviation over seeds, real pictures last."""
     lines = []
     for name in sorted({row["row"] for row in rows}, key=[*MODELS, REAL].index):
         found = [row for row in rows if row["row"] == name]
         size = f"{float(found[0]['parameters']) / 1e6:.2f} M" if found[0]["parameters"] else "–"
         about = [size, (found[0]["steps"] or "–") + mark(found), found[0]["guidance"] or "–"]
-        lines.append([name, *about, *(column_cell(found, column) for column in SCORES)])
-    return markdown_table(["attention", "parameters", "steps", "guidance", *SCORES.values()], lines)
+        lines.append([name, *about, *(column_cell(found, column) for column in task.scores)])
+    return markdown_table(["attention", "parameters", "steps", "guidance", *task.scores.values()], lines)
 
 
 class Report:
@@ -64,28 +66,31 @@ class Report:
 
     def __init__(self, table: ResultTable, runs: Runs) -> None:
         self.table, self.runs, self.given = table, runs, runs.arguments
+        self.distance = next(iter(runs.task.scores.items()))
+        self.width, self.rows = SHEETS[runs.task.clips]
 
     def text(self) -> str:
         """The table in Markdown, mean ± standard deviation over seeds."""
         cases = self.runs.compared(self.table)
-        return quality([row for case in cases if (row := self.table.row(case, self.runs.recipe(case)))])
+        return quality([row for case in cases if (row := self.table.row(case, self.runs.recipe(case)))], self.runs.task)
 
     def draw(self, folder: Path) -> None:
-        """Draw samples of the first seed, their nearest training pictures, and the sweep of guidance, as `emoji*`."""
-        drawn = {}
+        """Draw samples of the first seed, their nearest training samples, and the sweep of guidance, as `emoji*`."""
+        files = {}
         for case in self.runs.compared(self.table):
             file = self.runs.samples(case) / "samples.npz" if case.row != REAL else Path()
             if case.seed == self.given.seeds[0] and file.is_file():
-                with np.load(file) as arrays:
-                    drawn[case.row] = arrays["arr_0"]
-        if drawn:
-            shown = self.given.shown if self.given.shown in drawn else next(iter(drawn))
-            save_png(folder / f"{self.given.task}.png", sheet(drawn[shown], self._in_turn(WIDTH * SHEET_ROWS)))
-            some = self._in_turn(WIDTH)
-            sheets = [sheet(pixels, some, row) for row, pixels in drawn.items()]
-            save_png(folder / f"{self.given.task}_cores.png", np.concatenate(sheets))
-            save_png(folder / f"{self.given.task}_neighbours.png", self._neighbours(drawn[shown]))
-        self._plot(folder / f"{self.given.task}_guidance.svg")
+                files[case.row] = file
+        name = folder / self.given.task
+        if files:
+            shown = self.given.shown if self.given.shown in files else next(iter(files))
+            first, some = self._in_turn(self.width * self.rows), self._in_turn(self.width)
+            save_picture(name, self._sheet(read_pixels(files[shown]), first))
+            sheets = [self._sheet(read_pixels(file), some, row) for row, file in files.items()]
+            save_picture(name.with_name(f"{name.name}_cores"), np.concatenate(sheets, -3))
+            save_picture(name.with_name(f"{name.name}_neighbours"), self._neighbours(files[shown]))
+            self._plot_distances(name.with_name(f"{name.name}_distances.svg"), files)
+        self._plot(name.with_name(f"{name.name}_guidance.svg"))
 
     def _in_turn(self, count: int) -> list[int]:
         """Numbers of samples of all classes in turn, group by group: the first of each, then the second."""
@@ -94,23 +99,43 @@ class Report:
         names = [self.runs.class_names[label].split()[::-1] for label in labels]
         return sorted(range(len(labels)), key=lambda number: (seen[number], names[number]))[:count]
 
-    def _neighbours(self, pixels: np.ndarray) -> np.ndarray:
-        """Samples of classes in turn, then those that lie nearest to training pictures, each above its nearest one."""
-        scorer = self.runs.scorer(self.given.features)
-        mode = scorer.extractor.mode
-        train = self.runs.pictures(self.runs.split(TRAIN), mode)
-        samples = SampleSet(TensorSamples(torch.from_numpy(pixels).movedim(-1, 1)), mode)
-        distances, numbers = nearest(scorer.collect(samples), scorer.collect(train))
+    def _sheet(self, pixels: np.ndarray, numbers: Sequence[int], title: str = "") -> np.ndarray:
+        """Samples of these numbers side by side, at most `width` in a row."""
+        return draw_grid(pixels[list(numbers)], title=title, columns=min(self.width, len(numbers)))
+
+    def _distances(self, source: str) -> tuple[Tensor, Tensor]:
+        """Distances of samples to their nearest training samples, and the numbers of these."""
+        scores = self.runs.scores
+        scorer = scores.scorer(self.given.features)
+        sides = (scores.samples(one, scorer.extractor.mode) for one in (source, scores.split(TRAIN)))
+        return nearest(*map(scorer.collect, sides))
+
+    def _neighbours(self, file: Path) -> np.ndarray:
+        """Samples of classes in turn, then those that lie nearest to training samples, each above its nearest one."""
+        scores, pixels, count = self.runs.scores, read_pixels(file), min(COPIES, self.width)
+        train = scores.samples(scores.split(TRAIN), scores.scorer(self.given.features).extractor.mode)
+        distances, numbers = self._distances(str(file))
         known = torch.cat(list(train.batches(256))).movedim(1, -1).numpy()
-        closest = distances.argsort()[:COPIES].tolist()
+        closest = distances.argsort()[:count].tolist()
         sheets = []
-        for title, some in (("samples", self._in_turn(COPIES)), ("the samples nearest to training", closest)):
-            sheets.append(sheet(pixels, some, title))
-            sheets.append(sheet(known, numbers[some].tolist(), "the training pictures nearest to them"))
-        return np.concatenate(sheets)
+        for title, some in (("samples", self._in_turn(count)), ("the samples nearest to training", closest)):
+            sheets.append(self._sheet(pixels, some, title))
+            sheets.append(self._sheet(known, numbers[some].tolist(), "the training samples nearest to them"))
+        return np.concatenate(sheets, -3)
+
+    def _plot_distances(self, path: Path, files: dict[str, Path]) -> None:
+        """Distances to the nearest training sample, a line for each row and for the test split, which none has seen."""
+        figure, ((axes,),) = line_figure()
+        sources = {"test split": self.runs.scores.split(TEST), **{row: str(file) for row, file in files.items()}}
+        for (row, source), colour in zip(sources.items(), (BLACK, *OKABE_ITO), strict=False):
+            distances = self._distances(source)[0].sort().values
+            axes.plot(100 * torch.arange(1, len(distances) + 1) / len(distances), distances, color=colour, label=row)
+        axes.set(xlabel="samples, %", ylabel="distance to the nearest training sample", yscale="log")
+        label_ends(axes)
+        save_svg(path, figure)
 
     def _plot(self, path: Path) -> None:
-        """FID of validation against guidance, a line for each row."""
+        """Validation FID or FVD against guidance, a line for each row."""
         figure, ((axes,),) = line_figure()
         for row, colour in zip(self.given.rows, OKABE_ITO, strict=False):
             cases = [case for case in self.runs.swept() if case.row == row]
@@ -118,18 +143,19 @@ class Report:
             if found:
                 axes.plot(*zip(*found, strict=True), "o-", color=colour, label=row)
         if axes.lines:
-            axes.set(xlabel="guidance", ylabel="FID, validation split")
+            axes.set(xlabel="guidance", ylabel=f"{self.distance[1]}, validation split")
             label_ends(axes)
             save_svg(path, figure)
 
     def _swept(self, case: Case) -> float | None:
         row = self.table.row(case, self.runs.recipe(case))
-        return float(row["fid"]) if row else None
+        return float(row[self.distance[0]]) if row else None
 
 
-def sheet(pixels: np.ndarray, numbers: Sequence[int], title: str = "") -> np.ndarray:
-    """Samples of these numbers side by side, at most `WIDTH` in a row."""
-    return draw_grid(pixels[list(numbers)], title=title, columns=min(WIDTH, len(numbers)))
+def read_pixels(file: Path) -> np.ndarray:
+    """Read the samples of a file."""
+    with np.load(file) as arrays:
+        return arrays["arr_0"]
 
 
 TABLES = {

@@ -20,10 +20,12 @@ The same command leaves out finished rows and resumes interrupted ones whose dir
 --minutes it interrupts what is running and ends with status 75. Another machine needs the CSV and whole directories of
 runs without `images`; for pictures `drawn_test*/samples.npz`.
 
-`--task fashion_mnist` draws Fashion-MNIST (../fashion_mnist/README.md).
+`--task fashion_mnist` draws Fashion-MNIST (../fashion_mnist/README.md), `--task animated_emoji` clips: FVD takes the
+place of FID, guidance is chosen by it, and the judge is trained on the sheets of clips (data set `sheets`). `loop
+closure` is 1 where a clip ends as it began. The row of real clips has the FVD of two halves, frozen and shuffled.
 
 On a CPU, to try it: --size 16 --dim 32 --depth 2 --heads 2 --batch 16 --epochs 2 --interval 1 --samples 40
---sampling-steps 2 --guidance 1 2 --seeds 0
+--sampling-steps 2 --guidance 1 2 --seeds 0; for clips also --frames 4 --blocks 2 2 2 --rows softmax linear mhla hybrid
 """
 
 import argparse
@@ -34,7 +36,8 @@ from itertools import product
 from pathlib import Path
 
 from experiments.emoji.report import Report, open_table
-from experiments.emoji.runs import BASE, MODELS, TASKS, TEST, Runs
+from experiments.emoji.runs import BASE, MODELS, Runs
+from headmix_lab.drawing_tasks import TASKS, TEST
 from headmix_lab.script_runs import Outcome, add_options, check_options, compare, find_features
 from headmix_lab.script_runs import complete as score_all
 from headmix_lab.tables import ResultTable
@@ -43,10 +46,11 @@ from headmix_lab.tables import ResultTable
 def complete(runs: Runs, table: ResultTable) -> Outcome:
     """Run everything that the table lacks, until the deadline."""
     start_s, given = time.monotonic(), runs.arguments
-    shown = {"FID": "fid", "as its label, %": "top1_percent", "copied, %": "copied_percent", "steps": "steps"}
+    distance, name = next(iter(runs.task.scores.items()))
+    shown = {name: distance, "as its label, %": "top1_percent", "copied, %": "copied_percent", "steps": "steps"}
     wanted = {(case.row, case.seed) for case in table.lacking([*runs.swept(), *runs.compared(table)], runs.recipe)}
     if wanted:
-        runs.check()
+        runs.scores.check()
     with ThreadPoolExecutor(given.jobs) as pool:
         for seed, row in product(given.seeds, given.rows):
             if runs.chosen(table, row) is None or (row, seed) in wanted:
@@ -71,6 +75,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--guidance", type=float, nargs="+", default=[1, 1.5, 2, 3, 4], help="scales to choose from (1 1.5 2 3 4)")
     add("--size", type=int, default=64, help="height and width in pixels (%(default)s)")
     add("--patch", type=int, default=4, help="height and width of a patch (%(default)s)")
+    add("--frames", type=int, default=24, help="frames of a clip (%(default)s)")
+    add("--frame-patch", type=int, default=2, help="frames of a patch of clips (%(default)s)")
+    add("--blocks", type=int, nargs=3, default=[3, 4, 4], help="token blocks of MHLA in clips (3 4 4)")
     add("--dim", type=int, default=192, help="width (%(default)s)")
     add("--depth", type=int, default=8, help="blocks of the transformer (%(default)s)")
     add("--heads", type=int, default=3, help="attention heads (%(default)s)")
@@ -90,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments.features, arguments.judge = (find_features(name, vars(arguments)[name]) for name in ("features", "judge"))
 
     def run(deadline_s: float) -> tuple[Outcome, Report]:
-        runs, table = Runs(arguments, deadline_s), open_table(arguments.out)
+        runs = Runs(arguments, deadline_s)
+        table = open_table(arguments.out, runs.task)
         print(f"{len(runs.labels[TEST])} pictures of {len(runs.class_names)} classes are drawn for the test split")
         outcome = complete(runs, table)
         return outcome, Report(table, runs)

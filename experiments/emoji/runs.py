@@ -3,44 +3,24 @@
 import argparse
 import json
 import shlex
-import threading
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from headmix_lab.scoring import RememberingScorer
+from headmix_lab.drawing_tasks import TASKS, TEST, VALIDATION, Scores
 from headmix_lab.script_runs import GeneratorRuns, flat, hash_of, run_script, trained_steps
 from headmix_lab.tables import ResultTable
-from headmix_vision.data.datasets import open_source
-from headmix_vision.data.datasets.base import Source, SplitRequest
-from headmix_vision.evaluation.sample_sets import SampleSet, open_samples
-from headmix_vision.evaluation.scores import accuracy, check_judge, fid, neighbours, precision_recall
 from headmix_vision.recipes import find_config
 from headmix_vision.runs.networks import create_generator
 
 CORES = ("softmax", "linear", "mhla", "hih")
-MODELS = {f"{core}{suffix}": (core, cpe) for suffix, cpe in (("", False), ("-cpe", True)) for core in CORES}
+MODELS = {
+    f"{core}{suffix}": (core, {"cpe": cpe}) for suffix, cpe in (("", False), ("-cpe", True)) for core in CORES
+} | {"hybrid": ("mhla", {"cpe": False, "softmax_every": 3})}
 BASE = CORES
 REAL = "validation pictures"
-VALIDATION, TEST = "validation", "test"
-TRAIN = "train"
-
-
-class Task(NamedTuple):
-    """Pictures that are drawn: the data set, which is also the judge's, its recipe and place, and the channels."""
-
-    dataset: str
-    recipe: str
-    channels: int
-    root: str | None = None
-
-
-TASKS = {
-    "emoji": Task("table/style+group", "emoji", 3, "data/emoji"),
-    "fashion_mnist": Task("fashion_mnist", "fashion_mnist", 1),
-}
 
 
 class Case(NamedTuple):
@@ -60,8 +40,7 @@ class Runs(GeneratorRuns):
         self.task = TASKS[arguments.task]
         root = arguments.root or self.task.root
         self.root = None if root is None else str(Path(root).absolute())
-        self._scoring = threading.Lock()
-        self.scorer, self.pictures = cache(RememberingScorer), cache(self._open_pictures)
+        self.scores = Scores(self.task, arguments, self.root)
         self.config = yaml.safe_load(
             Path(find_config(self.task.recipe, "gen")).read_text()
         )  # comments are no part of a recipe
@@ -71,7 +50,7 @@ class Runs(GeneratorRuns):
         """Labels to draw for each split: of all its pictures, or of `--samples` evenly spaced ones."""
         labels = {}
         for split in (VALIDATION, TEST):
-            source = self._open(split)
+            source = self.scores.open(split)
             count = self.arguments.samples or len(source)
             labels[split] = [source.read(number * len(source) // count)[1] for number in range(count)]
         return labels
@@ -79,14 +58,7 @@ class Runs(GeneratorRuns):
     @cached_property
     def class_names(self) -> list[str]:
         """The styles and groups."""
-        return self._open(TEST).class_names
-
-    def _open(self, split: str) -> Source:
-        return open_source(SplitRequest(self.task.dataset, split, (3,), "scoring", root=self.root))
-
-    def split(self, name: str) -> str:
-        """Return a split as `headmix evaluate` takes it."""
-        return f"{self.task.dataset}:{name}"
+        return self.scores.open(TEST).class_names
 
     def swept(self) -> list[Case]:
         """The cases by which the guidance of each row is chosen: of the first seed, on the validation split."""
@@ -94,10 +66,11 @@ class Runs(GeneratorRuns):
         return [Case(row, given.seeds[0], VALIDATION, f"{scale:g}") for row in given.rows for scale in given.guidance]
 
     def chosen(self, table: ResultTable, row: str) -> str | None:
-        """Return the guidance of a row with the lowest validation FID; None before all are there."""
+        """Return the guidance of a row with the lowest validation FID or FVD; None before all are there."""
+        distance = next(iter(self.task.scores))
         found = {case.guidance: table.row(case, self.recipe(case)) for case in self.swept() if case.row == row}
-        fids = {scale: float(known["fid"]) for scale, known in found.items() if known}
-        return min(fids, key=lambda scale: fids[scale]) if len(fids) == len(found) else None
+        known = {scale: float(row[distance]) for scale, row in found.items() if row}
+        return min(known, key=lambda scale: known[scale]) if len(known) == len(found) else None
 
     def compared(self, table: ResultTable) -> list[Case]:
         """The cases that are compared: real pictures, and the rows whose guidance is chosen, of all seeds."""
@@ -107,20 +80,20 @@ class Runs(GeneratorRuns):
 
     def network(self, row: str) -> tuple[str, dict[str, Any]]:
         """Name and arguments of a row's network."""
-        given, (core, cpe) = self.arguments, MODELS[row]
-        sizes = {"embed_dim": given.dim, "depth": given.depth, "num_heads": given.heads, "patch_size": given.patch}
-        return f"dit_{core}_s_4", {**sizes, "in_channels": self.task.channels, "cpe": cpe, "output_gate": False}
+        core, options = MODELS[row]
+        return self.task.network(core, self.arguments, options)
 
     def parameters(self, row: str) -> int:
         """Number of parameters of a row's network."""
         name, arguments = self.network(row)
-        network = create_generator(name, len(self.class_names), self.arguments.size, arguments)
+        size = self.task.input_size(self.arguments)
+        network = create_generator(name, len(self.class_names), size, arguments)
         return sum(parameter.numel() for parameter in network.parameters())
 
     def options(self, row: str, seed: int) -> list[object]:
         """Options of a training run, those that follow from the data left out."""
         given, (name, arguments) = self.arguments, self.network(row)
-        options: list[object] = ["--model.name", name, "--model.input_size", given.size]
+        options: list[object] = ["--model.name", name, "--model.input_size", self.task.input_size(given)]
         options += ["--model.model_args", json.dumps(arguments), "--seed_everything", seed]
         options += ["--trainer.max_epochs", given.epochs, "--trainer.check_val_every_n_epoch", given.interval]
         options += ["--data.batch_size", given.batch, "--samples.every_n_steps", "null", "--trainer.devices", 1]
@@ -164,47 +137,13 @@ class Runs(GeneratorRuns):
             TimeOver: There was no time for all of it.
         """
         if case.row == REAL:
-            return {"recipe": self.recipe(case), **self._scores(self.split(VALIDATION), case)}
+            return {"recipe": self.recipe(case), **self.scores(case.split, None)}
         run, folder = self.train(case.row, case.seed), self.samples(case)
         if not (folder / "samples.npz").exists():
             labels = self.labels[case.split]
             drawing = ["--num", len(labels), "--classes", ",".join(map(str, labels)), "--guidance", case.guidance]
-            drawing += ["--seed", case.seed, "--batch-size", 256, "--npz", *self.sampling()]
-            run_script(["sample.py", "images", "--model", run, "--out", folder, *drawing], **self.how)
+            drawing += ["--seed", case.seed, "--batch-size", 32 if self.task.clips else 256, "--npz", *self.sampling()]
+            kind = "videos" if self.task.clips else "images"
+            run_script(["sample.py", kind, "--model", run, "--out", folder, *drawing], **self.how)
         facts = {"steps": trained_steps(run), "flat": flat(run), "parameters": self.parameters(case.row)}
-        return {**facts, "recipe": self.recipe(case), **self._scores(str(folder / "samples.npz"), case)}
-
-    def check(self) -> None:
-        """Open the classifiers, before anything is trained that they cannot score.
-
-        Raises:
-            InputError: One cannot be opened, or the judge knows other classes.
-        """
-        self.scorer(self.arguments.features)
-        judge = self.scorer(self.arguments.judge).extractor
-        check_judge(judge, self.pictures(self.split(TEST), judge.mode))
-
-    def _open_pictures(self, source: str, mode: str) -> SampleSet:
-        return open_samples(source, mode, self.arguments.size, self.root)
-
-    def _scores(self, fake: str, case: Case) -> dict[str, float]:
-        """FID from the split; of the test split also precision, recall, what the judge says, and copies."""
-        with self._scoring:
-            scorer = self.scorer(self.arguments.features)
-            mode, split = scorer.extractor.mode, self.split(case.split)
-            real, samples = self.pictures(split, mode), self._open_pictures(fake, mode)
-            scores = {"fid": fid(scorer, real, samples)["fid"]}
-            if case.split == VALIDATION:
-                return scores
-            found = precision_recall(scorer, real, samples)
-            scores |= {f"{name}_percent": 100 * found[name] for name in ("precision", "recall")}
-            scores |= self._judged(split if case.row == REAL else fake)
-            found = neighbours(scorer, self.pictures(self.split(TRAIN), mode), samples, real)
-            return scores | {f"{name}_percent": 100 * found[name] for name in ("nearer", "copied")}
-
-    def _judged(self, source: str) -> dict[str, float]:
-        """Return the judge's accuracies of the pictures of a data set, or of a file of samples."""
-        judge = self.scorer(self.arguments.judge)
-        images = self._open_pictures(source, judge.extractor.mode)
-        found = accuracy(judge, images, images.labels())
-        return {f"{name}_percent": 100 * found[name] for name in ("top1", "balanced")}
+        return {**facts, "recipe": self.recipe(case), **self.scores(case.split, str(folder / "samples.npz"))}

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from experiments.emoji.report import quality
-from experiments.emoji.runs import TEST
+from headmix_lab.drawing_tasks import TEST
 from headmix_lab.sweeps.recorded import network_table
 from headmix_lab.tables import read_csv, recorded
 

@@ -17,6 +17,8 @@ from headmix_vision.data.datasets.base import RawImage
 from headmix_vision.errors import InputError
 from headmix_vision.files.reading import check_memory
 
+SHEET_SIDE, SHEET_PIXELS = 4, 32  # frames along a side of a sheet, and their size
+
 
 def center_crop(image: Image.Image, size: int | tuple[int, int]) -> Image.Image:
     """Scale an image until it just covers `size`, and cut its centre out.
@@ -87,6 +89,21 @@ class ImageToRange:
         if self.hflip and torch.rand(()) < self.hflip:
             x = x.flip(-1)
         return x * 2 - 1
+
+
+def draw_sheet(frames: Sequence[Image.Image]) -> Image.Image:
+    """Lay 16 frames of a clip, at even distances, on a sheet of four rows; each is cropped to 32 pixels."""
+    chosen = [frames[number] for number in sheet_numbers(len(frames))]
+    sheet = Image.new(chosen[0].mode, (SHEET_SIDE * SHEET_PIXELS,) * 2)
+    for place, frame in enumerate(chosen):
+        row, column = divmod(place, SHEET_SIDE)
+        sheet.paste(center_crop(frame, (SHEET_PIXELS,) * 2), (column * SHEET_PIXELS, row * SHEET_PIXELS))
+    return sheet
+
+
+def sheet_numbers(count: int) -> list[int]:
+    """Number the frames of a clip that are on its sheet; a short clip has some of them more than once."""
+    return [place * count // SHEET_SIDE**2 for place in range(SHEET_SIDE**2)]
 
 
 def crop_frames(frames: Sequence[Image.Image], size: Sequence[int]) -> Tensor:

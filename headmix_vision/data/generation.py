@@ -18,7 +18,7 @@ from headmix_vision.data.datasets.latents import LatentShards
 from headmix_vision.data.datasets.streams import Stream
 from headmix_vision.data.fitting import FitImage, ImageToRange
 from headmix_vision.data.seeding import derive_seed
-from headmix_vision.data.stills import ImageStills, MixedBatchSampler, MixedSamples, StillsConfig
+from headmix_vision.data.stills import ImageStills, MixedBatchSampler, MixedSamples, Renumbered, StillsConfig
 from headmix_vision.errors import InputError, check_numbers
 
 _STILLS = 1  # stream of random numbers, beside that of the clips
@@ -49,7 +49,7 @@ class GenerationData(DataModule):
         hflip: Probability of a horizontal flip of an image or of a whole clip.
         canvas_size: Height and width of a canvas in pixels; the network's input size if null.
         clip: Which frames of a video make a clip: the network's frame rate if nothing is set.
-        stills: Batches of clips of one frame among the batches of clips, in training.
+        stills: Batches of clips that stand still, one frame or the frames of a patch, among the batches of clips.
         common: The options that both tasks share, see `DataModule`.
 
     Raises:
@@ -104,6 +104,7 @@ class GenerationData(DataModule):
     def sample_shape(self, net: Any) -> tuple[int, ...]:
         """(channels, height, width) of the network's input, (channels, frames, height, width) of one of clips."""
         self._net_rate: float | None = getattr(net, "frame_rate", None)
+        self._patch_frames = getattr(net, "patch_size", (1,))[0]
         return (net.in_channels, *net.input_size)
 
     def train_transform(self) -> Transform:
@@ -148,7 +149,8 @@ class GenerationData(DataModule):
         clips = self._splits["train"]
         assert isinstance(clips, Source)
         samples = self._train_samples(clips, self._shape)
-        stills = self._train_samples(self._still_source, (self._shape[0], 1, *self._shape[2:]))
+        frames = self._still_source.frames if isinstance(self._still_source, ImageStills) else 1
+        stills = self._train_samples(self._still_source, (self._shape[0], frames, *self._shape[2:]))
         both = self._loader_options(clips, samples), self._loader_options(self._still_source, stills)
         options = {**max(both, key=lambda one: one["num_workers"]), "collate_fn": as_it_is}
         sampler = MixedBatchSampler(
@@ -178,9 +180,11 @@ class GenerationData(DataModule):
         shape = (channels, 1, height, width) if is_clips else (channels, height, width)
         source = open_split(replace(request, shape=shape))
         assert isinstance(source, Source), "streams serve training of classifiers alone"
+        if self._model_classes and not is_clips and set(source.class_names) < set(self.class_names):
+            source = Renumbered(source, self.class_names)
         if self._model_classes:
             self._check_class_names(source.class_names, "the data set of stills")
-        return source if is_clips else ImageStills(source, FitImage((height, width)))
+        return source if is_clips else ImageStills(source, FitImage((height, width)), self._patch_frames)
 
     def _check_rate(self, split: object) -> None:
         rate = split.frame_rate if isinstance(split, LatentShards) else None

@@ -19,8 +19,8 @@ class StillsConfig:
 
     Args:
         share: Share of the training batches that are stills.
-        dataset: Data set of the stills, images or clips, of the same classes; that of the clips when null, of which
-            single frames are taken.
+        dataset: Data set of the stills: images or clips, of all classes or of some. When null, single frames of the
+            clips are the stills.
         root: Place of that data set.
         split: Its split.
 
@@ -42,20 +42,39 @@ class StillsConfig:
 
 
 class ImageStills(Derived):
-    """Images as clips of one frame, float32 [C, 1, H, W] in [0, 1].
+    """Images as clips that stand still, float32 [C, T, H, W] in [0, 1].
 
     Args:
         source: The images.
         fit: Brings one to the wanted size, float32 [C, H, W] in [0, 1].
+        frames: T, the frames of a patch.
     """
 
-    def __init__(self, source: Source, fit: Callable[[RawImage], Tensor]) -> None:
+    def __init__(self, source: Source, fit: Callable[[RawImage], Tensor], frames: int = 1) -> None:
         super().__init__(source)
-        self.fit = fit
+        self.fit, self.frames = fit, frames
 
     def read(self, index: int) -> tuple[Tensor, int]:
         image, target = self.source.read(index)
-        return self.fit(image)[:, None], target
+        return self.fit(image)[:, None].repeat(1, self.frames, 1, 1), target
+
+
+class Renumbered(Derived):
+    """Samples of some of the classes of other data, with the numbers that these have there.
+
+    Args:
+        source: The samples.
+        class_names: All classes of the other data.
+    """
+
+    def __init__(self, source: Source, class_names: list[str]) -> None:
+        super().__init__(source)
+        self.numbers = [class_names.index(name) for name in source.class_names]
+        self.class_names = class_names
+
+    def read(self, index: int) -> tuple[RawImage, int]:
+        image, target = self.source.read(index)
+        return image, self.numbers[target]
 
 
 class MixedBatchSampler(Sampler[list[SampleKey]]):

@@ -8,15 +8,20 @@ import hashlib
 import io
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
+from torchvision.transforms.functional import pil_to_tensor
 
 from headmix_vision.console import open_device
 from headmix_vision.data.datasets.moving_digits import DIGIT_SIZE
+from headmix_vision.data.fitting import draw_sheet
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
+from headmix_vision.files.pictures import to_item
 
 I3D_FILE = "i3d_torchscript.pt"
 I3D_URL = "https://www.dropbox.com/s/ge9e5ujwgetktms/i3d_torchscript.pt?dl=1"
@@ -166,13 +171,32 @@ class DigitsExtractor(FrameExtractor):
         return {"features": torch.cat([digits.mean(1), changes], 1), "frames": digits.flatten(0, 1)}
 
 
+class SheetExtractor(ClipExtractor):
+    """Features and logits of a classifier that was trained on the sheets of clips, data set `sheets`.
+
+    Args:
+        images: The extractor of sheets.
+    """
+
+    def __init__(self, images: FeatureExtractor) -> None:
+        self.images = images
+        self.mode, self.num_classes, self.device = images.mode, images.num_classes, images.device
+        self.num_features, self.class_names, self.judges = images.num_features, images.class_names, images.judges
+        self.description = {**images.description, "features": f"of a sheet, {images.description['features']}"}
+
+    def extract(self, samples: Tensor) -> dict[str, Tensor]:
+        clips = samples.permute(0, 2, 3, 4, 1).cpu().numpy()
+        sheets = [draw_sheet(cast("list[Image.Image]", to_item(clip))) for clip in clips]
+        return self.images(torch.stack([pil_to_tensor(sheet) for sheet in sheets]))
+
+
 def open_clip_extractor(features: str, device: str = "cpu", sha256: str | None = None) -> ClipExtractor:
     """Open the extractor of a score of clips.
 
     Args:
         features: `i3d` (in torch's download folder) or the path of its TorchScript file (`.pt`); `digits` or
-            `digits:PATH`, a classifier of digits for clips of `moving_digits`; or an image extractor as
-            `open_extractor` takes it, for the frames of any clips.
+            `digits:PATH`, a classifier of digits for clips of `moving_digits`; `sheets:PATH`, a classifier of the data
+            set `sheets`; or an image extractor as `open_extractor` takes it, for the frames of any clips.
         device: Where to run.
         sha256: SHA-256 of the TorchScript file, without which none is opened.
 
@@ -190,6 +214,10 @@ def open_clip_extractor(features: str, device: str = "cpu", sha256: str | None =
     name, _, path = features.partition(":")
     if name == "digits":
         return DigitsExtractor(open_extractor(path or name, device))
+    if name == "sheets":
+        if not path:
+            raise InputError(f"features are {features!r}, they must be sheets:PATH, with a run or an export")
+        return SheetExtractor(open_extractor(path, device))
     return FrameExtractor(open_extractor(features, device))
 
 

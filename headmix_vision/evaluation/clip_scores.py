@@ -172,6 +172,22 @@ def fvd(
     }
 
 
+def loop_closure(clips: SampleSet, batch_size: int = 16) -> float:
+    """Compare the step from the last frame of a clip back to its first with the steps within the clip.
+
+    Returns:
+        Median over clips of the mean absolute change in that step, as a multiple of the mean over the other steps: 1
+        for a loop, more for clips that end elsewhere. A clip that stands still counts as 1.
+    """
+    found = []
+    for batch in clips.batches(batch_size):
+        frames = batch.float().transpose(1, 2).flatten(2)  # [B, T, D]
+        within = frames.diff(dim=1).abs().mean((1, 2))
+        back = (frames[:, 0] - frames[:, -1]).abs().mean(1)
+        found.append(torch.where(within > 0, back / within, 1.0))
+    return torch.cat(found).median().item()
+
+
 def draw_halves(clips: SampleSet, seed: int) -> tuple[Tensor, Tensor]:
     """Draw two disjoint halves of clips, equally many clips each; a clip and its mirror image stay together.
 

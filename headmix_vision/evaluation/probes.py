@@ -117,7 +117,7 @@ def run_probe(request: ProbeRequest, device: str, progress: Progress, processes:
         `cosine_patches`; and `commonest`, the share of the commonest class of the test images.
 
     Raises:
-        InputError: Images without labels, with other classes than those of the other split, or too few.
+        InputError: Images have no labels or are too few, or the two splits have different classes.
     """
     model = open_backbone(request.model, device, request.input_size)
     teacher = None if request.teacher is None else open_backbone(request.teacher, device, request.input_size)

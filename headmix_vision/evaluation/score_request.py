@@ -294,7 +294,7 @@ class ProbeRequest(Evaluation):
         train: Labelled images that neighbours and the probe come from, of a data set `NAME[:SPLIT][SLICE]`. Each fifth
             chooses the number of neighbours and the regularisation.
         test: Labelled images that are scored, likewise.
-        teacher: Model with whose features those of test images are compared by their cosine.
+        teacher: Model whose features of the test images are compared with the model's, by their cosine.
         input_size: Image size in pixels at which models see images; their own when None.
         skip_unlabelled: Leave out, and count, images that have no valid label.
     """

@@ -71,7 +71,7 @@ class Layout(NamedTuple):
         return cls(places[:-1].clamp(min=0), absent, place.where(valid, 0), ~valid[:, None], samples, sequences)
 
     def spread(self, *tensors: Tensor) -> list[Tensor]:
-        """Move tokens [B, N, ...] to their places [R, P, ...], zero where there is no token."""
+        """Move tokens [B, N, ...] to their places [R, P, ...]; places without a token are zero."""
         return _moved(tensors, self.sequences, self.places, self.absent, self.back, self.padding)
 
     def collect(self, *tensors: Tensor) -> list[Tensor]:
@@ -117,7 +117,7 @@ class SampleGrids:
 
         Args:
             shapes: tokens along each axis, one to three axes, for each sample.
-            num_tokens: N; that of the largest sample if None.
+            num_tokens: N; by default the tokens of the largest sample.
             device: of the tokens.
 
         Raises:

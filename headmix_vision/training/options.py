@@ -441,7 +441,7 @@ def check_trainer_options(trainer: Any, subcommand: str) -> None:
     _check_times(trainer)
     require(
         str(trainer.strategy).lower() not in ("fsdp", "fsdp_cpu_offload"),
-        f"trainer.strategy={trainer.strategy} is of FSDP1; networks are sharded by fsdp2 (-c overlays/fsdp)",
+        f"trainer.strategy={trainer.strategy} is of FSDP1; networks are sharded by --trainer.strategy fsdp2",
     )
     if (devices := _count_devices(trainer.devices)) is not None:
         check_workers(**{"trainer.devices": devices})

@@ -21,6 +21,7 @@ from headmix_vision.data.datasets.derived import hold_out
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.seeding import derive_seed, seeded
 from headmix_vision.errors import InputError
+from headmix_vision.files import reading
 
 from .helpers import Recorder, attach, make_trainer
 
@@ -44,6 +45,16 @@ def test_digits_split_is_fixed_disjoint_and_stratified() -> None:
     assert val.indices[:5].tolist() == [21, 24, 28, 34, 35]
     with pytest.raises(ValueError, match="'test' does not exist"):
         Digits("test")
+
+
+def test_memory_is_needed_for_a_batch_of_its_split_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = 4 * 360 * 64
+    monkeypatch.setattr(reading, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(reading, "memory_left", lambda: left)
+    attach(ClassificationData(batch_size=64, eval_batch_size=1_000_000))
+    left -= 1
+    with pytest.raises(ValueError, match="a batch of 360 samples of the validation split needs"):
+        attach(ClassificationData(batch_size=64, eval_batch_size=1_000_000))
 
 
 def test_digits_batches() -> None:

@@ -28,10 +28,12 @@ from headmix_vision.data.datasets.derived import Derived
 from headmix_vision.data.datasets.digits import Digits
 from headmix_vision.data.datasets.folders import open_class_folders
 from headmix_vision.data.datasets.latents import MANIFEST, LatentShards, open_latents, shard_name
+from headmix_vision.data.datasets.moving_digits import MovingDigits
 from headmix_vision.data.fitting import center_crop
 from headmix_vision.data.latent_cache import write_cache
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
+from headmix_vision.files import reading
 from headmix_vision.files.tensors import header_of
 from headmix_vision.files.writing import hold_lock
 from headmix_vision.models.autoencoders import Autoencoder, LatentScale, load_autoencoder
@@ -359,6 +361,25 @@ def test_a_cache_of_an_earlier_version_goes_on(images: Path, tmp_path: Path) -> 
     with pytest.warns(UserWarning, match="earlier version, which did not record its images"):
         assert run(*pixel_arguments(images, out)) == 0
     assert len(LatentShards(out)) == 12
+
+
+@pytest.mark.parametrize(("kind", "batch_size", "shard_size"), [("images", 32, 4096), ("clips", 4, 256)])
+def test_batches_and_shards_have_sizes_of_their_own(
+    kind: str, batch_size: int, shard_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source: Any = Digits("validation") if kind == "images" else MovingDigits("train", (2, 16, 16), length=9)
+    size, clip = (8, None) if kind == "images" else (16, {"frames": 2, "frame_rate": 8.0})
+    autoencoder = Autoencoder(None)
+    autoencoder.image_channels = 1
+    call = (source, autoencoder, asked(tmp_path / "out", image_size=size), "digits", clip)
+    left = 4 * batch_size * size**2 * (2 if clip else 1) - 1
+    monkeypatch.setattr(reading, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(reading, "memory_left", lambda: left)
+    with pytest.raises(InputError, match=f"a batch of {batch_size} of {size} pixels needs"):
+        write_cache(*call)
+    left += 1
+    write_cache(*call)
+    assert json.loads((tmp_path / "out" / "latents.json").read_text())["shard_size"] == shard_size
 
 
 @pytest.mark.timeout(120)

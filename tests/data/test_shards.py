@@ -237,10 +237,12 @@ def add(folder: Path) -> None:
     write_tar(folder / "00004.tar", sample(30))
 
 
-def forge(folder: Path, **change: Any) -> None:
+def forge(folder: Path, label: int | None = None, **change: Any) -> None:
     with index_of(folder) as file:
         index = json.loads(file.metadata()["shards"])
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no dictionary
+    if label is not None:
+        tensors["label"][5] = label
     write_tensors(folder / INDEX, tensors, {"shards": json.dumps({**index, **change})})
 
 
@@ -260,11 +262,26 @@ def index_of(folder: Path) -> Any:
         (lambda folder: forge(folder, format=2), "is of format 2, this version reads 1"),
         (lambda folder: forge(folder, shards=[]), "has 24 samples, its shards have 0"),
         (lambda folder: forge(folder, kind=None), "entry 'kind' is None"),
+        (lambda folder: forge(folder, label=-1), "labels are -1 to 2, there are 3 classes"),
+        (lambda folder: forge(folder, label=3), "labels are 0 to 3, there are 3 classes"),
         (lambda folder: (folder / INDEX).write_bytes(b"x" * 100), "is truncated or no safetensors file"),
         (lambda folder: (folder / INDEX).unlink(), "make it with headmix index-shards"),
         (shutil.rmtree, "train has no index|has no index.safetensors"),
     ],
-    ids=["missing", "shorter", "foreign", "unknown", "version", "counts", "entry", "damaged", "no index", "no folder"],
+    ids=[
+        "missing",
+        "shorter",
+        "foreign",
+        "unknown",
+        "version",
+        "counts",
+        "entry",
+        "low label",
+        "high label",
+        "damaged",
+        "no index",
+        "no folder",
+    ],
 )
 def test_other_shards_than_those_of_the_index(damage: Any, message: str, root: Path) -> None:
     damage(root / "train")

@@ -126,6 +126,20 @@ def test_clips_are_encoded_scaled_and_decoded_as_in_diffusers(
         torch.testing.assert_close(still.view_as(mean[:, :, 0]), mean[:, :, 0])
 
 
+@pytest.mark.parametrize("make", [make_image, make_ltx])
+def test_pixels_and_latents_are_brought_to_the_type_and_device_of_the_module(make: Any) -> None:
+    module = make()
+    module.register_to_config(timestep_conditioning=make is make_ltx)
+    half = Autoencoder(module, dtype=torch.bfloat16)
+    mean, std = half.moments(torch.rand(1, 3, 1, 32, 32))
+    assert std is not None and mean.dtype == std.dtype == half.decode(mean).dtype == torch.float32
+    there = load_autoencoder("none", "meta", torch.bfloat16)
+    assert there.dtype == torch.bfloat16
+    assert (
+        there.moments(torch.rand(1, 3, 8, 8))[0].device == there.decode(torch.rand(1, 3, 8, 8)).device == there.device
+    )
+
+
 def test_frame_counts_that_do_not_fit_are_refused_with_the_nearest() -> None:
     autoencoder = Autoencoder(make_wan())
     with pytest.raises(InputError, match=r"16 frames .* 4n \+ 1: the nearest are 13 and 17"):

@@ -16,6 +16,7 @@ from torch import Tensor
 from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest
+from headmix_vision.data.datasets.videos import open_video_folder
 from headmix_vision.data.generation import GenerationData
 from headmix_vision.data.latent_cache import EvenClips
 from headmix_vision.data.stills import StillsConfig
@@ -104,6 +105,8 @@ def test_tables(root: Path, tmp_path: Path) -> None:
     assert videos.class_names == ["9", "10"] and [videos.read(i)[1] for i in range(2)] == [1, 0]
     assert numbers(videos.read_part(1, 0.0)[0]) == [4, 5, 6, 7] and numbers(videos.read_part(1, 1.0)[0]) == [6, 7, 8, 9]
     assert numbers(source(table, split="test").read_part(0, 0.0)[0]) == [2, 3, 4, 5]
+    request = SplitRequest("videos", "test", (3, 4, 8, 8), "caching")
+    assert numbers(open_video_folder(table, request).read_part(0, 0.0)[0]) == [2, 3, 4, 5]
     (tmp_path / "train.csv").write_text("path,label\nclips/run/run0.mp4,a\n")
     assert source(tmp_path).class_names == ["a"]
     for text, message in (
@@ -125,18 +128,35 @@ def test_tables(root: Path, tmp_path: Path) -> None:
             source(table)
 
 
+def test_a_sheet_shows_a_clip_from_its_start_to_its_end(root: Path) -> None:
+    sheets = open_source(SplitRequest("sheets", "train", (3, 96, 96), "classification", root=str(root / "ucf")))
+    assert sheets.class_names == ["run", "walk"] and [sheets.read(index)[1] for index in range(6)] == [0] * 3 + [1] * 3
+    image, _ = sheets.read(0)
+    assert isinstance(image, Image.Image) and image.size == (128, 128)
+    cells = np.asarray(image)[16::32, 28::32, 0]
+    assert ((cells.flatten() - 40.0) / 8).round().tolist() == [place * FRAMES // 16 for place in range(16)]
+    with pytest.raises(InputError, match="'sheets' cannot train a generator"):
+        open_source(SplitRequest("sheets", "train", (3, 8, 8), "generation", root=str(root / "ucf")))
+
+
 class Keep(torch.nn.Module):
     in_channels, input_size, num_classes, frame_rate = 3, (4, 8, 8), 2, 4.0
 
 
 def fit(root: Path, callbacks: list[Callback], ckpt_path: Path | None = None, **options: Any) -> list[Tensor]:
+    return [x for x, _ in fit_labelled(root, callbacks, ckpt_path, **options)]
+
+
+def fit_labelled(
+    root: Path, callbacks: list[Callback], ckpt_path: Path | None = None, **options: Any
+) -> list[tuple[Tensor, Tensor]]:
     class Recorder(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net, self.weight, self.seen = Keep(), torch.nn.Parameter(torch.zeros(1)), []
 
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-            self.seen.append(batch[0])
+            self.seen.append(batch)
             return self.weight.sum()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -149,6 +169,24 @@ def fit(root: Path, callbacks: list[Callback], ckpt_path: Path | None = None, **
     with suppress(KeyboardInterrupt, SystemExit):
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return module.seen
+
+
+def test_stills_of_some_classes_stand_still_for_a_patch(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train" / "walk").mkdir(parents=True)
+    for name, grey in (("a", 51), ("b", 102)):
+        Image.new("RGB", (8, 8), (grey,) * 3).save(tmp_path / "train" / "walk" / f"{name}.png")
+    monkeypatch.setattr(Keep, "patch_size", (2, 4, 4), raising=False)
+    stills = StillsConfig(0.25, "folder", str(tmp_path))
+    batches = fit_labelled(root, [], num_workers=0, stills=stills)
+    assert [x.shape[2] for x, _ in batches] == [4, 4, 4, 2] * 3
+    for x, labels in batches[3::4]:
+        assert labels.tolist() == [1, 1] and torch.equal(x[:, :, 0], x[:, :, 1])
+        assert sorted(x[:, 0, 0, 0, 0].tolist()) == pytest.approx([51 / 127.5 - 1, 102 / 127.5 - 1])
+    (tmp_path / "train" / "walk").rename(tmp_path / "train" / "swim")
+    with pytest.raises(InputError, match="2 classes, the data set of stills has 1; they first differ in 'run'"):
+        fit(root, [], num_workers=0, stills=stills)
 
 
 class Interrupt(Callback):

@@ -212,8 +212,12 @@ def test_ddpm_is_the_process_of_the_scheduler():
 
     objective = create_objective(ObjectiveConfig(kind="ddpm"))
     assert isinstance(objective, Ddpm)
-    expected = DDPMScheduler(beta_schedule="linear", beta_start=1e-4, beta_end=0.02).alphas_cumprod
-    torch.testing.assert_close(objective.alphas_cumprod.float(), expected, rtol=1e-4, atol=0)
+    scheduler = DDPMScheduler(beta_schedule="linear", beta_start=1e-4, beta_end=0.02)
+    torch.testing.assert_close(objective.alphas_cumprod.float(), scheduler.alphas_cumprod, rtol=1e-4, atol=0)
+    x0, noise = torch.randn(2, 3, 1, 4, 4).unbind()
+    times = torch.tensor([0.0, 500, 999])
+    expected = scheduler.add_noise(x0, noise, times.long())
+    torch.testing.assert_close(objective.add_noise(x0, times, noise), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

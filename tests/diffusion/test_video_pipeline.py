@@ -198,6 +198,13 @@ def test_blocks_are_drawn_as_if_all_before_were_computed_again(
     torch.testing.assert_close(drawn, expected, rtol=1e-10, atol=1e-10)
 
 
+def test_noise_is_drawn_on_the_device_of_the_model_in_single_precision() -> None:
+    pipeline = make_pipeline().to("meta", torch.bfloat16)
+    drawn = pipeline._start_noise((1, 1, 4, 8, 8), None, None)
+    given = pipeline._start_noise((1, 1, 4, 8, 8), None, torch.ones(1, 1, 4, 8, 8, dtype=torch.float64))
+    assert [(x.device.type, x.dtype) for x in (drawn, given)] == [("meta", torch.float32)] * 2
+
+
 def test_what_blocks_cannot_be() -> None:
     pipeline = make_pipeline(**BLOCKS)
     assert (pipeline.most_frames(7), pipeline.count_blocks(8, 4), pipeline.count_blocks(8)) == (6, 2, 4)

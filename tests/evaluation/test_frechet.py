@@ -1,6 +1,7 @@
 """The Fréchet distance against closed forms, torch-fidelity, and the singular values of the features themselves."""
 
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -106,5 +107,9 @@ def test_refusals() -> None:
         moments.update(torch.full((2, 3), torch.nan))
     with pytest.raises(ValueError, match="do not belong together"):
         Gaussian(torch.zeros(3), torch.zeros(2, 2))
+    for smallest, refused in ((-2e-3, True), (-5e-4, False), (1e-20, False)):
+        one = Gaussian(torch.zeros(3), torch.tensor([1.0, smallest, 0.5]).double().diag())
+        with pytest.raises(ValueError, match="not a covariance matrix") if refused else nullcontext():
+            assert one.factor.shape == (3, 2)
     with pytest.raises(ValueError, match="5 and 4 features"):
         frechet_distance(gaussian(correlated(9, 5, 0)), gaussian(correlated(9, 4, 0)))

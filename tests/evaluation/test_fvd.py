@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
 from torch_fidelity.metric_kid import kid_features_to_metric
+from torchvision.transforms.functional import pil_to_tensor
 
+from headmix_vision.data.datasets import open_source
+from headmix_vision.data.datasets.base import SplitRequest
+from headmix_vision.errors import InputError
 from headmix_vision.evaluation.clip_features import (
     I3D_FILE,
     FrameExtractor,
@@ -17,10 +21,12 @@ from headmix_vision.evaluation.clip_features import (
     of_frames,
     open_clip_extractor,
 )
-from headmix_vision.evaluation.clip_scores import draw_halves, freeze, fvd, shuffle
+from headmix_vision.evaluation.clip_scores import draw_halves, freeze, fvd, loop_closure, shuffle
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
-from headmix_vision.evaluation.sample_sets import ClipSampling, open_samples
+from headmix_vision.evaluation.sample_sets import ClipSampling, SampleSet, open_samples
+from headmix_vision.evaluation.sample_sources import TensorSamples
 from headmix_vision.evaluation.scores import Scorer
+from headmix_vision.files.pictures import write_png
 from headmix_vision.files.tensors import file_sha256
 
 from .clip_helpers import moving, vouched, write_network, write_samples
@@ -161,6 +167,27 @@ def test_features_of_digits_see_the_digit_and_its_motion(classifier: Path, sides
     torch.testing.assert_close(still[:, :64], found[:, :64], rtol=0.05, atol=0.02)  # the same digit, cut out
     assert still[:, 64:].abs().max() < 1e-6 and found[:, 64:].mean() > 1e-4
     assert "of the digit cut out of each frame" in extractor.description["features"]
+
+
+def test_loops_close_and_other_clips_do_not() -> None:
+    turn = torch.tensor([0, 40, 80, 40], dtype=torch.uint8)  # back where it was with the next step
+    ways = (turn, 40 * torch.arange(4, dtype=torch.uint8), torch.full((4,), 7, dtype=torch.uint8))
+    clips = [way[None, None, :, None, None].expand(2, 3, -1, 8, 8) for way in ways]
+    assert [loop_closure(SampleSet(TensorSamples(clip), "RGB")) for clip in clips] == [1, 3, 1]
+
+
+def test_a_classifier_of_sheets_sees_clips_as_it_saw_them_in_training(classifier: Path, tmp_path: Path) -> None:
+    clips, _ = moving(2, seed=0)
+    for number, clip in enumerate(clips):
+        write_png(tmp_path / "train" / "a" / f"{number}.png", clip)
+    sheets = open_source(SplitRequest("sheets", "train", (1, 8, 8), "classification", root=str(tmp_path)))
+    extractor = open_clip_extractor(f"sheets:{classifier}")
+    found = extractor(torch.from_numpy(clips).movedim(-1, 1))
+    expected = open_extractor(str(classifier))(torch.stack([pil_to_tensor(sheets.read(i)[0]) for i in range(2)]))
+    assert torch.equal(found["features"], expected["features"]) and torch.equal(found["logits"], expected["logits"])
+    assert extractor.class_names == open_extractor(str(classifier)).class_names
+    with pytest.raises(InputError, match="features are 'sheets', they must be sheets:PATH"):
+        open_clip_extractor("sheets")
 
 
 def test_frames_are_scored_beside_clips(network: Path, classifier: Path, sides: tuple[Path, Path]) -> None:

@@ -10,7 +10,7 @@ import torch
 from timm.models import save_for_hf
 
 from headmix_vision.evaluation import ProbeRequest, evaluate
-from headmix_vision.evaluation.extractors import open_backbone
+from headmix_vision.evaluation.extractors import BackboneExtractor, open_backbone
 from headmix_vision.evaluation.probes import Labelled, linear_probe, nearest_neighbours
 
 from .helpers import refused, run
@@ -62,11 +62,19 @@ def test_balanced_accuracy_is_the_mean_over_classes() -> None:
     wrong = Labelled(two.features[[0, 3, 1, 4]], np.array([0, 0, 0, 1]))  # the third is of class 1
     found = linear_probe(train, wrong)
     assert found.top1 == 0.75 and found.balanced == pytest.approx((2 / 3 + 1) / 2)
+    uneven = Labelled(two.features[[0, 3, 1, 4, 2, 2]], np.array([0, 0, 0, 1, 2, 2]))
+    assert linear_probe(train, uneven).balanced == pytest.approx((2 / 3 + 1 + 1) / 3)
 
 
-def test_command_probes_a_model_of_the_package_and_a_folder_of_timm(folder: Path, tmp_path: Path) -> None:
+def test_command_probes_a_model_of_the_package_and_a_folder_of_timm(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "scores.json"
-    assert run("probe", "--model", "deit_mhla_digits", *SIDES, "--out", out, "--device", "cpu") == 0
+    options = ("--model", "deit_mhla_digits", *SIDES, "--out", out, "--device", "cpu")
+    assert run("probe", *options, "--dry-run") == 0 and not out.exists()
+    told = f"would probe deit_mhla_digits on 200 and 100 images on cpu, write {out}\n"
+    assert told in capsys.readouterr().out
+    assert run("probe", *options) == 0
     known = json.loads(out.read_text())
     assert set(known["scores"]) == {
         *("knn_patch_mean", "knn_patch_mean_balanced", "linear_patch_mean", "linear_patch_mean_balanced", "commonest")
@@ -91,6 +99,19 @@ def test_features_are_those_of_the_network(folder: Path) -> None:
     torch.testing.assert_close(found["class_token"], hidden[:, 0])
     torch.testing.assert_close(found["patch_mean"], hidden[:, 1:].mean(1))
     assert found["patches"].shape == (3, 16, 24)
+
+
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "test_resnet"])
+def test_places_of_feature_maps_are_patches(name: str) -> None:
+    sizes = {"embed_dim": 8, "depths": (1, 1), "num_heads": (1, 2), "img_size": 32, "window_size": 4}
+    network = timm.create_model(name, num_classes=0, **(sizes if "swin" in name else {})).eval()
+    pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    extractor = BackboneExtractor(network, name, input_size=32)
+    found, hidden = extractor(pixels), extractor.last_features(pixels)
+    channels_last = hidden if "swin" in name else hidden.movedim(1, -1)
+    assert torch.equal(found["patches"], channels_last.reshape(2, -1, channels_last.shape[-1]))
+    torch.testing.assert_close(found["patch_mean"], channels_last.mean((1, 2)))
+    assert set(found) == {"patches", "patch_mean"}
 
 
 @pytest.mark.parametrize(

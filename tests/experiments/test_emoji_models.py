@@ -2,6 +2,7 @@
 
 import csv
 import shlex
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from experiments.emoji import run as comparison
 from experiments.emoji.runs import Case
 from headmix_lab.scripts import RunFailed, TimeOver
 from headmix_vision.cli import train_cls, train_gen
+from headmix_vision.files.pictures import write_png
 from headmix_vision.layers import CORES
 from headmix_vision.training.base_cli import RunCLI
 
@@ -22,6 +24,8 @@ SMALL = shlex.split(
     "--size 16 --dim 16 --depth 1 --heads 2 --batch 8 --epochs 2 --interval 1 --samples 14 --sampling-steps 1"
     " --guidance 1 2 --seeds 0 '--options=--trainer.precision 32-true --data.num_workers 0'"
 )
+
+OF_CLIPS = shlex.split("--size 16 --depth 3 --dim 16 --heads 2 --frames 4 --blocks 2 2 2")
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +66,53 @@ def test_models_differ_in_their_attention_alone(root: Path, tmp_path: Path, monk
     assert configs[0] == configs[1] == configs[2]
 
 
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Clips of 16 pixels of two classes, whose squares move right or down."""
+    folder, draw = tmp_path_factory.mktemp("clips"), np.random.default_rng(0)
+    for split, label, number in product(("train", "validation", "test"), ("down", "right"), range(8)):
+        pixels = np.full((4, 16, 16, 3), 255, np.uint8)
+        for frame, place in product(range(4), [draw.integers(4)]):
+            along, across = slice(place + 3 * frame, place + 3 * frame + 4), slice(number, number + 4)
+            pixels[frame][(along, across) if label == "down" else (across, along)] = draw.integers(0, 200)
+        write_png(folder / split / label / f"{number}.png", pixels)
+    return folder
+
+
+def test_models_of_clips_differ_in_their_attention_alone(clips: Path, tmp_path: Path, monkeypatch):
+    seen = list[Any]()
+    options = ["--task", "animated_emoji", *OF_CLIPS, "--samples", 4]
+    runs = comparison.Runs(comparison.parse_arguments(given(clips, tmp_path / "x.csv", *options)), 0)
+    assert runs.labels == {"validation": [0, 0, 1, 1], "test": [0, 0, 1, 1]} and runs.class_names == ["down", "right"]
+    monkeypatch.setattr(RunCLI, "_run_subcommand", lambda cli, name: seen.append(cli))
+    for row in ("softmax", "hybrid"):
+        arguments = ["-c", "animated_emoji", "--run_dir", tmp_path / "run", *runs.options(row, 1)]
+        train_gen.main(["fit", *map(str, arguments), "--model.num_classes", "2", "--data.root", str(clips)], None)
+        net = seen.pop().model.net
+        cores = [CORES[name] for name in (["softmax"] * 3 if row == "softmax" else ["softmax", "mhla", "mhla"])]
+        assert [type(block.attn.core) for block in net.blocks] == cores and net.input_size == (4, 16, 16)
+        assert sum(parameter.numel() for parameter in net.parameters()) == runs.parameters(row)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_models_of_clips_are_trained_drawn_and_scored(clips: Path, tmp_path: Path, capsys):
+    out, judge = tmp_path / "x.csv", tmp_path / "judge"
+    model = '{"patch_size": 32, "embed_dim": 16, "depth": 1, "num_heads": 1}'
+    recipe = ["-c", "emoji", "--data.root", clips, "--data.dataset", "sheets", "--model.num_classes", 2]
+    recipe += ["--model.img_size", 128, "--model.model_args", model, "--trainer.max_epochs", 1, "--data.batch_size", 8]
+    train_cls.main(["fit", *map(str, recipe), "--data.num_workers", "0", "--run_dir", str(judge)], None)
+    arguments = ["--features", judge, "--judge", judge, "--runs", tmp_path / "runs", "--pictures", tmp_path]
+    comparison.main(given(clips, out, "--task", "animated_emoji", *arguments, "--rows", "hybrid", *SMALL, *OF_CLIPS))
+    *_, drawn, real = csv.DictReader(out.read_text().splitlines())
+    assert (drawn["row"], real["row"]) == ("hybrid", "validation pictures")
+    assert all(float(row[name]) >= 0 for row in (drawn, real) for name in ("fvd", "frame_fid", "sheets_fvd", "loop"))
+    assert float(real["loop"]) > 1.2 and real["fvd_frozen"] and not drawn["fvd_frozen"]
+    assert "| hybrid |" in capsys.readouterr().out
+    assert all((tmp_path / f"animated_emoji{name}.gif").stat().st_size > 500 for name in ("", "_cores", "_neighbours"))
+    assert ">test split</text>" in (tmp_path / "animated_emoji_distances.svg").read_text()
+
+
 def test_guidance_is_chosen_on_validation_and_the_test_split_comes_then(root, tmp_path, monkeypatch, capsys):
     asked, out = [], tmp_path / "x.csv"
 
@@ -75,7 +126,7 @@ def test_guidance_is_chosen_on_validation_and_the_test_split_comes_then(root, tm
         more = {} if case.row.startswith("validation") else {"steps": 7, "flat": "no", "parameters": 9e6}
         return {"fid": fid, "copied_percent": 1.0, "recipe": runs.recipe(case), **more}
 
-    monkeypatch.setattr(comparison.Runs, "check", lambda runs: None)
+    monkeypatch.setattr("headmix_lab.drawing_tasks.Scores.check", lambda scores: None)
     monkeypatch.setattr(comparison.Runs, "score", score)
     monkeypatch.setattr(comparison.Runs, "train", lambda runs, row, seed: asked.append((row, seed)))
     arguments = given(root, out, "--guidance", 1, 2, 4, "--seeds", 0, 1, "--rows", "softmax")

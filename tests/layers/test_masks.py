@@ -104,6 +104,20 @@ def check_samples(layer, shapes=SHAPES, length=LENGTH, rotations=None, grids=Non
     return check_alike(layer, alone, given, batch, of_batch, lambda y, sample: y[sample, : alone[sample].shape[1]])
 
 
+@pytest.mark.parametrize("case", [EVERY[2], EVERY[6], EVERY[11]], ids=names)
+def test_tables_of_a_padded_batch_are_made_where_its_tokens_are(case):
+    core, mix, options = case
+    layer = make_layer(core, mix, **options)
+    x, grids = torch.randn(2, PREFIX + 12, DIM, dtype=torch.float64), SampleGrids.of([(3, 4), (2, 5)], 12)
+    expected = layer(x, grid=grids)
+    mask, whole = torch.arange(TOKENS) < 9, torch.randn(1, TOKENS, DIM, dtype=torch.float64)
+    masked = layer(whole, key_mask=mask[None])
+    again = SampleGrids.of([(3, 4), (2, 5)], 12)  # without the tables that the layer has made
+    with torch.device("meta"):  # where tensors are made for which no device is said
+        torch.testing.assert_close(layer(x, grid=again), expected, check_device=True)
+        torch.testing.assert_close(layer(whole, key_mask=mask[None]), masked, check_device=True)
+
+
 @pytest.mark.parametrize("case", EVERY, ids=names)
 def test_a_padded_batch_gives_each_picture_what_it_has_alone(case):
     core, mix, options = case

@@ -5,7 +5,7 @@ import timm
 import torch
 
 from headmix_vision.diffusion import ObjectiveConfig
-from headmix_vision.diffusion.denoising import create_scheduler, set_steps
+from headmix_vision.diffusion.denoising import Guidance, create_scheduler, denoise, set_steps
 from headmix_vision.diffusion.objectives import create_objective
 from headmix_vision.layers.attention import HeadMixAttention
 
@@ -35,11 +35,13 @@ def test_images_are_classified_on_any_device(attention, options):
 
 
 @pytest.mark.parametrize("mix", [None, "iha", "mea"])
-@pytest.mark.parametrize("core", ["hih", "linear", "mhla", "softmax"])
+@pytest.mark.parametrize("core", ["hih", "hih of one", "linear", "mhla", "softmax"])
 def test_a_layer_has_its_tensors_where_and_as_they_are_asked_for(core, mix):
     options = {"cpe": True, "qk_norm": True, "input_norm": True, "output_gate": True, "output_norm": True}
     options |= {"scale_norm": True, "lepe": 0 if mix else 3}
     options |= {"core_args": {"mask": "token"} if core == "hih" and mix else {}}
+    if core == "hih of one":
+        core, options["core_args"] = "hih", {"num_sub_heads": 1}
     layer = HeadMixAttention(16, 2, core, mix, **options, device="meta", dtype=torch.float64)
     tensors = [*layer.parameters(), *layer.buffers()]
     assert {x.device.type for x in tensors} == {"meta"}
@@ -51,6 +53,36 @@ def test_times_of_sampling_are_on_the_device_that_is_asked_for(name):
     scheduler = create_scheduler(name, ObjectiveConfig())
     set_steps(scheduler, 4, "meta")
     assert scheduler.timesteps.device.type == "meta"
+
+
+@pytest.mark.parametrize("name", ["ddpm", "ddim"])
+def test_times_of_the_process_of_ddpm_are_on_the_device_that_is_asked_for(name, monkeypatch):
+    scheduler = create_scheduler(name, ObjectiveConfig(kind="ddpm"))
+    given = []
+    monkeypatch.setattr(scheduler, "set_timesteps", lambda steps, device=None: given.append(str(device)))
+    with pytest.raises(NotImplementedError, match="meta"):  # where the times are looked at
+        set_steps(scheduler, 4, "meta")
+    assert scheduler.timesteps.device.type == "meta" and given == ["meta"]
+
+
+@pytest.mark.parametrize(("name", "objective"), [("euler", ObjectiveConfig()), ("ddim", ObjectiveConfig(kind="ddpm"))])
+def test_samples_are_drawn_where_the_noise_is(name, objective):
+    options = {"labels": torch.arange(2), "null_label": 2, "guidance": Guidance(2.0)}
+    noise, scheduler = torch.randn(2, 1, 8, 8), create_scheduler(name, objective)
+    with torch.device("meta"):  # where tensors are made for which no device is said
+        drawn = denoise(lambda x, t, y: x + (t + y)[:, None, None, None] / 1000, noise, scheduler, 3, **options)
+    assert drawn.device.type == "cpu"
+
+
+@pytest.mark.parametrize("sit_time", [False, True])
+@pytest.mark.parametrize("positions", ["sincos", "rope"])
+@pytest.mark.parametrize("core", ["hih", "mhla"])
+def test_generators_have_their_tensors_where_and_as_they_are_asked_for(core, positions, sit_time):
+    options = {**CLIPS, "sit_time": sit_time, "positions": positions, "cpe": core == "mhla", "embed_dim": 48}
+    model = timm.create_model(f"dit_video_{core}_s_2", **options, device="meta", dtype=torch.float64)
+    tensors = [*model.parameters(), *model.buffers()]
+    assert {x.device.type for x in tensors} == {"meta"}
+    assert {x.dtype for x in tensors if x.is_floating_point()} == {torch.float64}
 
 
 @pytest.mark.parametrize(

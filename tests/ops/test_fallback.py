@@ -8,12 +8,16 @@ from torch import Tensor
 
 from headmix_vision.ops import TokenBlocks, TokenGrid, TokenScan, dispatch, runtime
 from headmix_vision.ops.grid_conv import api as grid_conv
+from headmix_vision.ops.grid_conv import triton_op as grid_conv_op
 from headmix_vision.ops.head_in_head import api as head_in_head
+from headmix_vision.ops.head_in_head import triton_op as head_in_head_op
 from headmix_vision.ops.head_in_head.torch_impl import Inputs
 from headmix_vision.ops.mhla import api as mhla
+from headmix_vision.ops.mhla import triton_op as mhla_op
 from headmix_vision.ops.mhla import triton_ranks
 from headmix_vision.ops.mhla.torch_impl import Settings
 from headmix_vision.ops.mix_heads import api as mix_heads
+from headmix_vision.ops.mix_heads import triton_op as mix_heads_op
 from headmix_vision.ops.runtime import KernelFailed, Launch
 
 pytestmark = pytest.mark.skipif(runtime.NO_KERNELS is not None, reason="needs the kernels")
@@ -124,6 +128,32 @@ def test_compiled_graphs_fall_back_too(broken):
     expected = torch.autograd.grad(call(*inputs, mixing).sum(), [*inputs, mixing])
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+KINDS = {
+    "mhla": (lambda q, v, last: mhla_op._kind(q, v, Settings(BLOCKS)), "both"),
+    "mhla of ranks": (lambda q, v, last: triton_ranks._kind(q, v.shape[-1], Settings(BLOCKS)), "both"),
+    "head_in_head": (lambda q, v, last: head_in_head_op._kind(q, v, last, True), "all"),
+    "grid_conv": (lambda q, v, last: grid_conv_op._kind(q, last, True), "last"),
+    "mix_heads": (lambda q, v, last: mix_heads_op._kind([q], last, True), "first"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kernels_of_a_kind_depend_on_dims_and_not_on_sizes(name):
+    kind, dims = KINDS[name]
+
+    def of(batch=2, tokens=21, dim=16, value_dim=8, last=(3, 1, 4, 4), dtype=torch.float32):
+        q, v = (torch.empty(batch, tokens, 2, d, dtype=dtype, device=DEVICE) for d in (dim, value_dim))
+        return kind(q, v, torch.empty(last, device=DEVICE))
+
+    assert of() == of(batch=3) == of(tokens=22) != of(dtype=torch.float16)
+    assert (of(dim=24) != of()) == (dims != "last")
+    assert (of(value_dim=16) != of()) == (dims in ("both", "all"))
+    assert (of(last=(3, 1, 2, 2)) != of()) == (dims in ("all", "first", "last"))
+    assert (of(last=(3, 4, 4)) != of()) == (dims in ("all", "first", "last"))
+    assert (of(last=(3, 1, 2, 4)) != of()) == (dims in ("first", "last"))
+    assert (of(last=(7, 1, 4, 4)) != of()) == (dims == "first")
 
 
 @pytest.mark.parametrize("letters", ["_", "backward"])

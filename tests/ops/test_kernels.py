@@ -62,6 +62,11 @@ def test_untested_gpus_on_demand(gpu, monkeypatch, about):
     assert runtime.why_not_here(torch.device("cpu")) is None
 
 
+def test_products_go_through_tensor_memory_on_the_gpus_that_have_it():
+    has = [major for major in range(8, 13) if runtime.Gpu("X", (major, 3), 227 << 10).has_tensor_memory]
+    assert has == [10, 11] and not runtime.Gpu("X", (10, 3), 64 << 10, amd="gfx950").has_tensor_memory
+
+
 @pytest.mark.parametrize(
     ("capability", "release", "variable"),
     [((10, 0), (3, 9), None), ((10, 3), (3, 10), None), ((10, 0), (3, 6), "DISABLE_MMA_V5"), ((11, 0), (3, 6), None)],

@@ -10,7 +10,7 @@ import triton
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from headmix_vision.ops import TokenBlocks, TokenGrid, mhla, runtime
+from headmix_vision.ops import TokenBlocks, TokenGrid, TokenRanks, mhla, runtime
 from headmix_vision.ops.mhla import regimes, triton_launch, triton_pairwise, triton_summary, triton_tuning
 from headmix_vision.ops.mhla.torch_impl import FEATURE_MAPS, NORMALIZERS, Settings, unpack
 from headmix_vision.ops.runtime import forget_plans, why_no_kernels
@@ -290,6 +290,19 @@ def test_zero_and_large_features_stay_finite(impl):
     assert relative_error(large, mhla(q, k, v, mixing, UNEVEN, impl=impl)) < 1e-4
 
 
+@pytest.mark.parametrize(("settings", "dtype"), [({}, torch.bfloat16), ({"causal": True}, torch.bfloat16)])
+def test_summaries_are_float32_while_they_are_summed(settings, dtype, monkeypatch):
+    q, v = torch.empty(1, UNEVEN.num_tokens, 2, 8, dtype=dtype), torch.empty(1, UNEVEN.num_tokens, 2, 16, dtype=dtype)
+    whole = triton_summary.part_summaries(q, v, Settings(UNEVEN, **settings))
+    assert (whole.matrix.shape, whole.matrix.dtype) == ((1, 2, UNEVEN.num_blocks, 8, 16), dtype)
+    assert (whole.vector.shape, whole.vector.dtype) == ((1, 2, UNEVEN.num_blocks, 8), torch.float32)
+    assert triton_summary.part_summaries(q, v, Settings(UNEVEN, None)).vector.shape == (1, 2, 0, 8)
+    monkeypatch.setattr(triton_summary, "PART_TOKENS", UNEVEN.max_block_size - 1)
+    parts = triton_summary.part_summaries(q, v, Settings(UNEVEN, **settings))
+    assert parts.matrix.shape == (1, 2, 2 * UNEVEN.num_blocks, 8, 16)
+    assert parts.matrix.dtype == (dtype if settings else torch.float32)
+
+
 def test_empty_batch():
     inputs, d_out = make(UNEVEN, batch=0)
     out, *gradients = run(lambda *x: mhla(*x, UNEVEN, impl="triton"), inputs, d_out)
@@ -309,6 +322,23 @@ def test_opcheck(impl, normalizer, causal):
     settings = Settings(UNEVEN, normalizer, regime=impl.removeprefix("triton_"), causal=causal)
     arguments = (*inputs, denominator, None, settings.pack())
     torch.library.opcheck(torch.ops.headmix_vision.mhla_forward.default, arguments)
+
+
+@pytest.mark.parametrize(("rank", "normalizer"), [(0, "paper"), (1, None)])
+def test_opcheck_of_ranks(rank, normalizer):
+    ops, checks = torch.ops.headmix_vision, ("test_schema", "test_faketensor")
+    packed = [rank, 2, 0, *Settings(UNEVEN, normalizer, regime="summary").pack()]
+    shape = (1, UNEVEN.of_rank(TokenRanks("", rank, 2)).num_tokens, 2, 8)
+    q, k, v, d_out = torch.randn(4, *shape, device=DEVICE).unbind()
+    torch.library.opcheck(ops.mhla_rank_summarize.default, (k, v, packed), test_utils=checks)
+    summaries = ops.mhla_rank_summarize(k, v, packed)
+    torch.library.opcheck(ops.mhla_rank_apply.default, (q, *summaries, packed), test_utils=checks)
+    _, inverse = ops.mhla_rank_apply(q, *summaries, packed)
+    torch.library.opcheck(ops.mhla_rank_summary_gradients.default, (*summaries, k, v, packed), test_utils=checks)
+    inputs = (d_out, q, *summaries, inverse, packed)
+    torch.library.opcheck(ops.mhla_rank_output_gradients.default, inputs, test_utils=checks)
+    empty = [x[:0] for x in ops.mhla_rank_summarize(k, v, packed)]
+    assert [x.shape for x in ops.mhla_rank_summarize(k[:0], v[:0], packed)] == [x.shape for x in empty]
 
 
 @pytest.mark.parametrize("impl", [REGIMES[0], pytest.param(REGIMES[1], marks=pytest.mark.slow)])

@@ -2,7 +2,16 @@ import pytest
 import torch
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops import TokenBlocks, TokenGrid, TokenRanks, TokenScan, head_in_head, mhla
+from headmix_vision.ops import (
+    TokenBlocks,
+    TokenGrid,
+    TokenRanks,
+    TokenScan,
+    head_in_head,
+    mhla,
+    token_blocks,
+    token_scan,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PARTITIONS = [
@@ -30,6 +39,26 @@ def test_tables_are_a_partition_in_raster_order(grid, block_grid, prefix):
     for block, tokens in enumerate(members):
         assert torch.equal(tokens, tokens.sort().values)
         assert (tables.block_of_token[tokens] == block).all()
+
+
+def test_tables_are_made_on_the_device_that_is_asked_for():
+    grid, whole = TokenGrid((7, 6), 2, repeats=3), TokenBlocks(TokenGrid((7, 6), 2), (3, 2))
+    held = [whole.of_rank(TokenRanks("", rank, 2)) for rank in range(2)]
+    builds = [(token_blocks._build_tables, blocks) for blocks in (TokenBlocks(grid, (3, 2)), *held)]
+    builds += [(token_blocks._build_numbers, blocks) for blocks in held]
+    scans = [TokenScan(grid, order, reverse) for order in ("row_major", "column_major") for reverse in (False, True)]
+
+    def build_scan(scan, device):
+        tables = token_scan._build_tables(scan, device)
+        return tables.order, tables.inverse
+
+    builds += [(build_scan, scan) for scan in scans]
+    for build, what in builds:
+        expected = build(what, torch.device("cpu"))
+        with torch.device("meta"):  # where tensors are made for which no device is said
+            again = build(what, torch.device("cpu"))
+        pairs = [pair for pair in zip(again, expected, strict=True) if isinstance(pair[0], torch.Tensor)]
+        assert pairs and all(torch.equal(*pair) for pair in pairs)
 
 
 @pytest.mark.parametrize(("grid", "block_grid", "prefix"), PARTITIONS)

@@ -1,5 +1,6 @@
 """Checkpoints that are damaged, forged or useless, and exports that would lose something: an error of one line each."""
 
+import math
 import os
 import signal
 import stat
@@ -74,6 +75,15 @@ def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
         ({**CLASSIFIER, "img_size": "8"}, "entry 'img_size' is '8'"),
         ({**CLASSIFIER, "top1": "1"}, "entry 'top1' is '1'"),
         ({**CLASSIFIER, "class_names": "ab"}, "entry 'class_names' is 'ab'"),
+        ({**CLASSIFIER, "class_names": [*"123456789", 0]}, "entry 'class_names' must hold texts"),
+        ({**CLASSIFIER, "class_names": [*"123456789"]}, "entry 'class_names' has 9 names for 10 classes"),
+        ({**CLASSIFIER, "num_classes": 1}, "entry 'class_names' has 10 names for 1 classes"),
+        ({**CLASSIFIER, "num_classes": -1}, "entry 'num_classes' must be at least 0, got -1"),
+        *(
+            ({**CLASSIFIER, "img_size": size}, "entry 'img_size' must be whole numbers above 0")
+            for size in (0, [], [8, 8, 8, 8], [8, 0], [8, "8"])
+        ),
+        *(({**CLASSIFIER, "top1": top1}, "entry 'top1' must be from 0 to 1") for top1 in (-1e-9, 1.001, math.nan)),
         ({"name": "dit_linear_digits", "kind": "generator"}, "entry 'architecture' is missing"),
         ({"name": "x", "kind": "generator", "architecture": {}, "objective": {}, "vae": 3}, "entry 'vae' is 3"),
     ],
@@ -81,6 +91,24 @@ def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
 def test_forged_descriptions(about: Any, message: str, weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
         read_checkpoint(save(tmp_path / "a.ckpt", weights, about))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"top1": top1} for top1 in (0.0, 1.0, None)),
+        *({"img_size": size} for size in (1, [1], [8, 8, 8])),
+        {"num_classes": 0},
+        {"num_classes": 1, "class_names": ["a"]},
+        {"class_names": []},
+        {"class_names": None},
+    ],
+)
+def test_descriptions_at_their_bounds_are_read(
+    change: dict[str, Any], weights: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    path = save(tmp_path / "a.ckpt", weights, {**CLASSIFIER, **change})
+    assert read_checkpoint(path)["headmix_vision"].items() >= change.items()
 
 
 @pytest.mark.parametrize("key", ["state_dict", "current_model_state"])

@@ -100,6 +100,21 @@ def test_clips_are_scored_with_features_of_clips(tmp_path: Path) -> None:
     assert json.dumps(sides[0].description["size"]) == "[4, 10, 8]"
 
 
+def test_pictures_lie_in_rows_below_the_title() -> None:
+    images = np.arange(1, 6, dtype=np.uint8)[:, None, None, None].repeat(8, 1).repeat(12, 2) * 20  # [5, 8, 12, 1]
+    for options, captions, cell, top in (({}, 0, (32, 48), 8), ({"title": "a\nb"}, 16, (32, 48), 44)):
+        given = {"captions": ["x"] * 5 if captions else None, "title": "", **options}
+        grid = draw_grid(images, given["captions"], given["title"])  # in three columns
+        assert grid.shape == (top + 2 * (cell[0] + captions) + 4 + 8, 3 * cell[1] + 2 * 4 + 2 * 8, 3)
+        for number in range(5):
+            y, x = top + number // 3 * (cell[0] + captions + 4), 8 + number % 3 * (cell[1] + 4)
+            assert (grid[y : y + cell[0], x : x + cell[1]] == 20 * (number + 1)).all()
+            assert (grid[y - 1, x : x + cell[1]] != 20 * (number + 1)).all() and (grid[y, x - 1] == 255).all()
+    assert draw_grid(images, None, "", columns=5, min_side=12).shape == (8 + 16, 5 * 16 + 12, 3)
+    wide = draw_grid(images, None, "a title that is wider than its pictures", columns=1)
+    assert wide.shape[1] > 200
+
+
 def test_captions_stand_below_the_middle_of_their_pictures() -> None:
     grid = draw_grid(np.full((4, 8, 8, 1), 128, np.uint8), ["0"] * 4, "title", columns=2)[..., 0]
     is_cell, is_ink = grid == 128, grid < 100

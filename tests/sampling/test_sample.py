@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -181,6 +183,7 @@ def test_the_spacing_of_timesteps_is_recorded(tmp_path: Path, capfd: pytest.Capt
     ddpm, out = save_pipeline(tmp_path / "model", kind="ddpm"), tmp_path / "out"
     command = ("--model", ddpm, "--num", 2, "--steps", 3, "--scheduler", "ddim")
     assert run(*command, "--spacing", "linspace", "--out", out) == 0
+    assert "sampling: 2/2 images, " in capfd.readouterr().err
     metadata = json.loads((out / "metadata.json").read_text())
     assert metadata["settings"]["spacing"] == metadata["settings"]["scheduler_config"]["timestep_spacing"] == "linspace"
     assert "holds samples with spacing 'linspace'" in refused(capfd, *command, "--spacing", "trailing", "--out", out)
@@ -194,6 +197,19 @@ def test_the_spacing_of_timesteps_is_recorded(tmp_path: Path, capfd: pytest.Capt
     assert metadata["settings"].pop("spacing") is None  # folders of earlier versions do not hold it
     (tmp_path / "old" / "metadata.json").write_text(json.dumps(metadata))
     assert run(*command, "--num", 3, "--out", tmp_path / "old") == 0
+
+
+def test_progress_counts_each_sample_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[float] = []
+
+    @contextmanager
+    def progress(what: str, total: int, unit: str, **options: Any) -> Iterator[Callable[[float], None]]:
+        assert (what, total, unit) == ("sampling", 5, "images")
+        yield done.append
+
+    monkeypatch.setattr(sample_job, "progress", progress)
+    assert run("--model", model, "--num", 5, "--steps", 3, "--batch-size", 2, "--out", tmp_path / "out") == 0
+    assert len(done) == 9 and sum(done) == pytest.approx(5)
 
 
 def test_another_seed_draws_other_samples(whole: Path, model: Path, tmp_path: Path) -> None:

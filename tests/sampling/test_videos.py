@@ -416,6 +416,8 @@ def test_a_causal_model_draws_block_by_block(
     continued = later("continued", files / "long.mp4")  # 9 frames, of which 8 are whole blocks
     start, _ = read_video(files / "long.mp4")
     assert (continued[:, :9] == start[..., :1]).all() and continued.shape[1] == 12
+    settings = json.loads((tmp_path / "continued" / "metadata.json").read_text())["settings"]["clips"]
+    assert (settings["overlap"], settings["window"]) == (8, 12)  # 8 known frames, and the 3 missing in whole blocks
 
 
 @pytest.mark.parametrize(

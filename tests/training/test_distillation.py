@@ -11,6 +11,7 @@ from diffusers import SanaTransformer2DModel, WanTransformer3DModel
 
 from headmix_vision.cli import distill
 from headmix_vision.errors import InputError
+from headmix_vision.models.attention_errors import feature_errors
 from headmix_vision.models.convert import sana_to_mhla, wan_to_mhla
 from headmix_vision.runs.networks import open_network
 from headmix_vision.training.distillation import attention_errors, attention_pairs
@@ -56,6 +57,14 @@ def test_equal_layers_have_no_error() -> None:
     with attention_errors([(block.attn, copy.deepcopy(block.attn)) for block in teacher.blocks]) as errors:
         teacher(torch.randn(2, 1, 8, 8), 500.0, torch.arange(2))
     assert torch.stack(errors).tolist() == [[0.0, 0.0]] * 2
+
+
+def test_features_are_compared_by_direction_and_relative_to_the_teacher() -> None:
+    wanted = torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[3.0, 4.0], [0.0, 0.0]]])
+    found = torch.tensor([[[2.0, 0.0], [0.0, -1.0]], [[4.0, -3.0], [0.0, 0.0]]])
+    cosines, squares = feature_errors(found.double(), wanted)
+    assert cosines.dtype == squares.dtype == torch.float32
+    assert cosines.tolist() == [1.0, 1.0] and squares.tolist() == [2.5, 2.0]
 
 
 def test_a_hybrid_wan_is_distilled_in_its_new_layers() -> None:

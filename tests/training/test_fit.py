@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from inputs import photo
 from lightning.pytorch import LightningModule, Trainer
 
 from headmix_vision.errors import InputError
 from headmix_vision.runs.directory import LAST
-from headmix_vision.training import TrainingRequest, train
+from headmix_vision.training import TrainingRequest, base_cli, train
+from headmix_vision.training.callbacks import progress_display
 from headmix_vision.training.callbacks.curves import LearningCurves
 from headmix_vision.training.callbacks.ema import EmaWithWarmup, WarmedUpAverage, ema_decay
 from headmix_vision.training.classifier import ClassificationMetrics, ImageClassifier
@@ -151,10 +153,29 @@ def test_lines_in_a_log_that_is_no_terminal(tmp_path: Path, capfd: pytest.Captur
     rates = [float(row["train/images_per_s"]) for row in rows if row["train/loss"]]
     assert rates == pytest.approx([int(line.split(" images/s")[0].split()[-1]) for line in epochs], abs=1)
     assert f"loss {float(rows[-1]['train/loss']):.4f}, val loss {float(rows[-1]['val/loss']):.4f}, " in epochs[1]
-    assert run("validate", "--run_dir", tmp_path / "run") == 0
+    photo(size=(8, 8)).save(tmp_path / "image.png")
+    predict = ("predict", "--data.predict_path", tmp_path / "image.png")
+    for command, said in (
+        (("validate",), "validating: 2/2"),
+        (("test",), "testing: 23/23"),
+        (predict, "predicting: 1/1"),
+    ):
+        assert run(*command, "--run_dir", tmp_path / "run") == 0
+        captured = capfd.readouterr()
+        assert "\r" not in captured.out + captured.err and f"{said} batches, " in captured.err
+
+
+def test_a_terminal_gets_a_bar_with_loss_and_speed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_cli, "is_terminal", lambda stream: True)
+    monkeypatch.setattr(progress_display.ImagesPerSecondBar.__init__, "__defaults__", (1,))
+    config = write_config(tmp_path / "tiny.yaml", trainer__enable_progress_bar=None, trainer__max_epochs=1)
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "run") == 0
     captured = capfd.readouterr()
-    assert "\r" not in captured.out + captured.err
-    assert "validating: 2/2 batches, " in captured.err
+    *_, last = re.findall(r"loss=([\d.]+), images/s=(\d+)", captured.out + captured.err)
+    (row,) = [row for row in read_csv(tmp_path / "run" / "metrics.csv", without="") if row["train/loss"]]
+    assert 0 < float(last[0]) < 2 * float(row["train/loss"]) and int(last[1]) > 0 and "v_num" not in captured.err
 
 
 def test_an_epoch_that_is_cut_short_has_no_loss_and_the_run_is_named(

@@ -14,7 +14,7 @@ from headmix_vision.cli.training import run_command_line
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import check_entries, read_checkpoint
 from headmix_vision.training.classification_cli import ClassificationCLI
-from headmix_vision.training.resuming import check_optimizers
+from headmix_vision.training.resuming import check_form, check_optimizers, check_sums
 
 from .helpers import load
 
@@ -169,3 +169,32 @@ def test_a_run_without_average_goes_on_from_the_trained_weights(
     assert not torch.equal(
         checkpoint["state_dict"]["net.head.bias"], checkpoint["current_model_state"]["net.head.bias"]
     )
+
+
+ENTRIES: list[tuple[object, list[object], list[object]]] = [
+    ({"a": 1}, [{"a": 0}, {"a": 2**53 - 1, "b": None}], [[], {}, {"a": -1}, {"a": 2**53}, {"a": True}, {"a": 1.0}]),
+    ([1], [[], [0, 5]], [{}, (1,), [1, -1], ["1"]]),
+    ([], [[], [None, "x"]], [{}, None]),
+    (torch.zeros(2), [torch.ones(2), torch.ones(2).half()], [torch.ones(3), torch.ones(2).long(), [0.0, 0.0]]),
+    (True, [False], [1, None]),
+    ("x", ["y"], [1, None]),
+    (1.5, [2, 3.5, -1.0], [True, "1.5", None]),
+    (None, [None, 3, 0.5, "x", torch.ones(1), torch.ones(1, 1)], [torch.ones(2), torch.ones(0), [], {}]),
+]
+
+
+@pytest.mark.parametrize(("form", "alike", "others"), ENTRIES)
+def test_values_have_the_form_of_another(form: object, alike: list[object], others: list[object]) -> None:
+    for found in alike:
+        check_form("x", found, form)
+    for found in others:
+        with pytest.raises(InputError, match=r"damaged: x.* must be"):
+            check_form("x", found, form)
+
+
+def test_sums_are_so_many_numbers_of_each_process() -> None:
+    for sums in (torch.ones(3), torch.ones(2, 3), torch.ones(6)):
+        check_sums("x", sums, 3)
+    for found in (torch.ones(4), torch.ones(0), torch.ones(3).long(), [1.0, 1.0, 1.0], None):
+        with pytest.raises(InputError, match=r"damaged: x.* must be"):
+            check_sums("x", found, 3)

@@ -20,6 +20,7 @@ from headmix_vision.evaluation.sample_sets import SampleSet, open_samples
 from headmix_vision.evaluation.sample_sources import TensorSamples
 from headmix_vision.evaluation.scores import Scorer, fid
 from headmix_vision.sampling.folder import draw_grid
+from headmix_vision.training.callbacks import curves
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, draw_curves
 from headmix_vision.training.callbacks.non_finite import NonFiniteError
 from headmix_vision.training.callbacks.samples import ImageSampler, SampleFid, SampleGrids
@@ -219,3 +220,5 @@ def test_curves_show_what_was_logged(tmp_path: Path) -> None:
     draw_curves(tmp_path / "with.svg", [{**rows[0], "val/fid": 3.0}], GENERATOR_PANELS)
     panels = [(tmp_path / f"{name}.svg").read_text().count('<g id="axes_') for name in ("without", "with")]
     assert panels == [2, 3]
+    closing = [{"step": 3.0, "epoch": 0.0, "train/loss": 1.0}, {"step": 7.0, "epoch": 1.0, "train/loss": 1.0}]
+    assert curves._epochs([1, 3, 5, 7], closing).tolist() == [0.5, 1.0, 1.5, 2.0]

@@ -278,7 +278,7 @@ def test_shards_are_evaluated(folder: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--trainer.strategy", "fsdp"), "-c overlays/fsdp"),
+        (("--trainer.strategy", "fsdp"), "are sharded by --trainer.strategy fsdp2"),
         (("--trainer.strategy", "fsdp2", "--model.optimizer.opt", "nadamuon"), "nadamuon cannot compute on shards"),
         ((f"--trainer.strategy={SHARE['class_path']}", "--trainer.strategy.shard_size=0"), "at least 1, got 0"),
     ],

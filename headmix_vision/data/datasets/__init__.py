@@ -43,6 +43,7 @@ DATASETS = {
         uses=("generation", "scoring", "caching"),
         grid_axes=(3,),
     ),
+    "sheets": DatasetEntry(".videos:open_sheets", uses=("classification", "scoring")),
     "shards": DatasetEntry(".shards:open_shards", grid_axes=(2, 3)),
     "moving_digits": DatasetEntry(
         ".moving_digits:open_moving_digits",

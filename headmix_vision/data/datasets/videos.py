@@ -1,4 +1,4 @@
-"""`videos`: video files and folders of frames, by folder or by table.
+"""`videos`: video files and folders of frames, by folder or by table; `sheets`: a picture of each, for classifiers.
 
 A split is a folder with a folder of videos for each class (UCF-101), or with videos alone. A folder that holds images
 is one video, its frames in the order of their names (SkyTimelapse). Or it is a table `SPLIT.csv`, or one table for all
@@ -9,16 +9,18 @@ splits: `path` (relative to the table's folder) and `label`, and, where there ar
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from PIL import Image
 from torch import Tensor
 
 from headmix_vision.console import say_left_out
 from headmix_vision.data.datasets.base import EVAL_SYNONYMS, ClipSource, SplitRequest
+from headmix_vision.data.datasets.derived import Derived
 from headmix_vision.data.datasets.folders import split_candidates
 from headmix_vision.data.datasets.image_tables import read_table, rows_of_split
-from headmix_vision.data.fitting import crop_frames
+from headmix_vision.data.fitting import SHEET_SIDE, crop_frames, draw_sheet, sheet_numbers
 from headmix_vision.data.labels import number_labels
 from headmix_vision.errors import InputError
 from headmix_vision.files.pictures import find_clips, find_frames, is_hidden, is_picture, is_video
@@ -62,6 +64,11 @@ def open_video_folder(folder: Path, request: SplitRequest) -> "Videos":
     if folder.is_file():
         return make_videos(_read_table(folder, request.split, request.train_split), folder.parent, request)
     return make_videos(_find_videos(folder), folder, request)
+
+
+def open_sheets(request: SplitRequest) -> "Sheets":
+    """Open a split of videos as `open_videos` does, each as one picture: 16 of its frames in four rows."""
+    return Sheets(open_videos(replace(request, shape=(request.channels, SHEET_SIDE**2))))
 
 
 def make_videos(videos: list[Video], folder: Path, request: SplitRequest) -> "Videos":
@@ -168,6 +175,29 @@ class Videos(ClipSource):
             f"{os.path.relpath(video.path, self.folder)}[{video.start}:{video.end}] {target}"
             for video, target in self.videos
         ]
+
+
+class Sheets(Derived):
+    """Videos as pictures, so that a classifier of images is one of clips.
+
+    Args:
+        source: The videos.
+    """
+
+    source: Videos
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """Sheet of the whole video, and target; see `draw_sheet`."""
+        video, target = self.source.videos[index]
+
+        def choose(count: int, frame_rate: float | None, times: tuple[float, ...] | None) -> list[int]:
+            end = count if video.end is None else video.end
+            return [video.start + number for number in sheet_numbers(end - video.start)]
+
+        return draw_sheet(read_clip(video.path, choose, self.source.decoding)), target
+
+    def files(self) -> list[tuple[str, int]]:
+        return self.source.files()
 
 
 def _find_split(request: SplitRequest) -> tuple[list[Video], Path]:
