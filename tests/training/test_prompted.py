@@ -3,14 +3,18 @@
 import csv
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import SanaPipeline, WanPipeline
+from diffusers import SanaPipeline, SanaTransformer2DModel, WanPipeline, WanTransformer3DModel
 
-from headmix_vision.cli import cache_latents, export, train_gen
+from headmix_vision.cli import cache_latents, distill, export, train_gen
 from headmix_vision.data.datasets.latents import LatentShards
 from headmix_vision.models.convert_sana import SanaMHLATransformer2DModel
 from headmix_vision.models.convert_wan import WanMHLATransformer3DModel
@@ -45,11 +49,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def fit(made: Path, kind: str, run: Path, *args: object) -> int:
+def fit(made: Path, kind: str, run: Path, *args: object, main: Any = train_gen.main) -> int:
     cache = {"wan": "clips", "sana": "pictures"}[kind]
     options = json.dumps(WAN_ARGS) if kind == "wan" else '{"block_grid": [2, 2]}'
     return call(
-        train_gen.main,
+        main,
         *("fit", "--model.transformer", made / kind, "--data.root", made / cache, "--run_dir", run),
         *("--model.layers", "[1]", "--model.model_args", options, "--trainer.accelerator", "cpu"),
         *("--trainer.devices", 1, "--trainer.max_steps", 6, "--trainer.log_every_n_steps", 1),
@@ -110,6 +114,69 @@ def test_a_run_goes_on_bit_equal_and_its_export_is_drawn_by_diffusers(
         assert pipe(num_frames=5, **drawn).frames.shape == (1, 5, 32, 32, 3)
     else:
         assert pipe(use_resolution_binning=False, **drawn).images.shape == (1, 32, 32, 3)
+
+
+@pytest.mark.parametrize("kind", ["wan", "sana"])
+def test_the_new_layers_learn_from_the_original_before_all_weights_do(kind: str, made: Path, tmp_path: Path) -> None:
+    options = ("--model.distill_steps", 3, "--model.teacher_weight", 1.0)
+    if kind == "sana":  # equal mixing weights are the original
+        options += ("--model.model_args", '{"block_grid": [2, 2], "mixing_init": "locality"}')
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert fit(made, kind, whole, *options, main=distill.main) == 0
+    assert fit(made, kind, parts, *options, "--trainer.max_steps", 3, main=distill.main) == 0
+    first = read_checkpoint(parts / "checkpoints" / "last.ckpt")["current_model_state"]
+    original = {"wan": WanTransformer3DModel, "sana": SanaTransformer2DModel}[kind].from_pretrained(
+        made / kind / "transformer"
+    )
+    changed = {
+        name
+        for name, tensor in original.state_dict().items()
+        if not torch.equal(first[f"net.transformer.{name}"], tensor)
+    }
+    layer = f"{'blocks' if kind == 'wan' else 'transformer_blocks'}.1.attn1."
+    assert changed and all(name.startswith(layer) for name in changed)
+    assert fit(made, kind, parts, *options, "--ckpt_path", "last", main=distill.main) == 0
+    one, other = (read_checkpoint(run / "checkpoints" / "last.ckpt")["state_dict"] for run in (whole, parts))
+    assert all(torch.equal(other[name], tensor) for name, tensor in one.items())
+    assert not torch.equal(one["net.transformer.proj_out.weight"], first["net.transformer.proj_out.weight"])
+
+
+def start(made: Path, run: Path, *args: object) -> subprocess.Popen[bytes]:
+    """Start a run of Wan in a process of its own."""
+    words = ("fit", "--model.transformer", made / "wan", "--data.root", made / "clips", "--run_dir", run)
+    options = ("--model.model_args", json.dumps(WAN_ARGS), "--trainer.accelerator", "cpu", "--data.num_workers", 0)
+    command = [sys.executable, "-m", "headmix_vision", "train-gen", *map(str, (*words, *options, *args))]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = read_checkpoint(run / "checkpoints" / "last.ckpt")["state_dict"]
+    return state
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_bit_equal(made: Path, tmp_path: Path) -> None:
+    options = ("--trainer.devices", 1, "--checkpoint_every_n_steps", 5, "--trainer.max_steps", 60)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert start(made, whole, *options).wait() == 0
+    process = start(made, killed, *options)
+    while not (killed / "checkpoints" / "last.ckpt").is_file():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert start(made, killed, *options, "--ckpt_path", "last").wait() == 0
+    assert all(torch.equal(weights(killed)[name], tensor) for name, tensor in weights(whole).items())
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_copies_and_in_shards_alike(made: Path, tmp_path: Path) -> None:
+    options = ("--trainer.devices", 2, "--trainer.max_steps", 4, "--trainer.precision", "32-true")
+    for strategy in ("ddp", "fsdp2"):
+        assert start(made, tmp_path / strategy, *options, "--trainer.strategy", strategy).wait() == 0
+    one, other = weights(tmp_path / "ddp"), weights(tmp_path / "fsdp2")
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_wrong_input_is_refused_in_one_line(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
