@@ -8,6 +8,7 @@ from headmix_vision.errors import InputError, suggest
 
 FOLDER = Path(__file__).parent / "configs"  # a link to the folder of the repository, a copy of it in the wheel
 DEFAULT = "digits"
+PROMPTED = "prompted"  # of transformers of diffusers
 _OPTIONS = ("-c", "--config")
 _ATTENTION = "(?:softmax|linear|mhla|hih)(?:_iha|_mea)?"
 _FORMER_OVERLAYS = {"overlays/fsdp": "-c overlays/gpu8 --trainer.strategy fsdp2"}

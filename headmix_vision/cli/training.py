@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 from headmix_vision.console import end, importing, one_line_errors
+from headmix_vision.recipes import DEFAULT, PROMPTED
 
 if TYPE_CHECKING:
     from headmix_vision.training.base_cli import RunCLI
@@ -34,6 +35,8 @@ def run(
     if (text := asked_help(kind, words)) is not None:
         print(text, end="")
         return
+    if default_config == DEFAULT and any(word.partition("=")[0] == "--model.transformer" for word in words):
+        default_config = PROMPTED
     with importing(command):
         from headmix_vision.training.training_job import train_by_words
     _say(train_by_words(kind, words, default_config, one_line_endings).summary)

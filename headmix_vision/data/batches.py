@@ -49,6 +49,8 @@ class TrainBatchSampler(Sampler[list[SampleKey]]):
     With `shard_sizes`, the order goes through the shards in groups of `shuffle_shards`, drawn anew in every epoch, and
     shuffles the samples of a group: at any time all processes read from one group, at its borders from two.
 
+    With `bucket_sizes`, each global batch is of one bucket. A bucket's last, incomplete one is dropped.
+
     Args:
         num_samples: Size of the data set.
         batch_size: B, samples per process and batch.
@@ -57,6 +59,7 @@ class TrainBatchSampler(Sampler[list[SampleKey]]):
         shard_sizes: Numbers of samples that lie together, in the order of the data set; one permutation of all when
             None.
         shuffle_shards: Number of shards of a group.
+        bucket_sizes: Numbers of samples of one shape, in the order of the data set; all are of one shape when None.
         rank: This process, 0 <= rank < world_size.
         world_size: W, number of processes.
         first_batch: Called at every `iter()`: the number of global batches since the start of training that are
@@ -75,6 +78,7 @@ class TrainBatchSampler(Sampler[list[SampleKey]]):
         repeats: int = 1,
         shard_sizes: Sequence[int] | None = None,
         shuffle_shards: int = 1,
+        bucket_sizes: Sequence[int] | None = None,
         rank: int = 0,
         world_size: int = 1,
         first_batch: Callable[[], int] = lambda: 0,
@@ -85,17 +89,18 @@ class TrainBatchSampler(Sampler[list[SampleKey]]):
         self.repeats = repeats
         self.shard_sizes = shard_sizes
         self.shuffle_shards = shuffle_shards
+        self.bucket_sizes = [num_samples] if bucket_sizes is None else [*bucket_sizes]
         self.rank = rank
         self.world_size = world_size
         self.first_batch = first_batch
-        if num_samples < self.global_batch_size:
+        if max(self.bucket_sizes) < self.global_batch_size:
             raise InputError(
-                f"the training split has {num_samples} images, fewer than one global batch of "
+                f"the training split has {max(self.bucket_sizes)} images, fewer than one global batch of "
                 f"{self.global_batch_size} (batch_size {batch_size} x {world_size} processes); lower batch_size"
             )
 
     def __len__(self) -> int:
-        return self.num_samples // self.global_batch_size
+        return sum(size // self.global_batch_size for size in self.bucket_sizes)
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         # Not itself a generator: the position is read here and now, not when a worker asks for the first batch.
@@ -110,12 +115,20 @@ class TrainBatchSampler(Sampler[list[SampleKey]]):
         state = {name: getattr(self, name) for name in ("num_samples", "global_batch_size", "seed", "repeats")}
         if self.shard_sizes is not None:
             state |= {"shuffle_shards": self.shuffle_shards, "num_shards": len(self.shard_sizes)}
+        if len(self.bucket_sizes) > 1:
+            state["buckets"] = len(self.bucket_sizes)
         return state
 
     def order(self, epoch: int) -> torch.Tensor:
         """Shuffled indices of one epoch, int64 [ceil(num_samples / repeats)]; each stands for `repeats` samples."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
-        if self.shard_sizes is None:
+        if len(self.bucket_sizes) > 1:
+            buckets = torch.arange(self.num_samples).split(self.bucket_sizes)
+            mixed = [bucket[torch.randperm(len(bucket), generator=generator)] for bucket in buckets]
+            batches = torch.cat([part[: len(part) - len(part) % self.global_batch_size] for part in mixed])
+            batches = batches.view(-1, self.global_batch_size)
+            order = batches[torch.randperm(len(batches), generator=generator)].flatten()
+        elif self.shard_sizes is None:
             order = torch.randperm(self.num_samples, generator=generator)
         else:
             shards = torch.arange(self.num_samples).split(list(self.shard_sizes))
@@ -391,10 +404,12 @@ class Collate:
         self.with_name = with_name
 
     def __call__(self, samples: list[tuple[Tensor, Any] | None]) -> tuple[Tensor, Any]:
-        """Images float32 [B, C, *grid] and targets int64 [B], or a list of B names."""
+        """Images float32 [B, C, *grid] and targets int64 [B], a list of B names, or the tensors of prompts [B, ...]."""
         readable = [sample for sample in samples if sample is not None]
         labels = [label for _, label in readable]
         images = default_collate([image for image, _ in readable]) if readable else torch.empty(0, *self.shape)
+        if labels and isinstance(labels[0], tuple):
+            return images, tuple(default_collate(labels))
         return images, labels if self.with_name else torch.tensor(labels, dtype=torch.int64)
 
 

@@ -23,8 +23,11 @@ class CacheRequest:
         root: Place of the data set.
         split: Split of the data set; `train` when None.
         vae: Directory or hub id of an autoencoder of images or videos; `none` for pixels.
+        prompts: Table .csv with the columns path and prompt, a row for each file; --vae is then the folder of a Wan or
+            Sana pipeline, whose text encoder makes the embeddings.
         out: Directory to write, or to go on with.
         image_size: Centre crop in pixels.
+        sizes: Sizes HxW in pixels instead, as 480x832 832x480: each file goes to the cache of the nearest shape.
         flip: Store mirrored images too.
         gray: Store one channel; of pixels only.
         background: Colour behind transparent pixels.
@@ -53,8 +56,10 @@ class CacheRequest:
     root: str | None = None
     split: str | None = None
     vae: str
+    prompts: Path | None = None
     out: Path
     image_size: int = 256
+    sizes: tuple[str, ...] = ()
     flip: bool = False
     gray: bool = False
     background: str = "white"

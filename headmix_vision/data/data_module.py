@@ -217,7 +217,12 @@ class DataModule(lightning.LightningDataModule):
             training=training,
             batch_size=self.batch_size if training else self.eval_batch_size,
             rank=self._attached_trainer().global_rank,
+            prompt_dropout=self._prompt_dropout(training),
         )
+
+    def _prompt_dropout(self, training: bool) -> float | None:
+        """Share of prompts that are left out; None for a network that takes labels."""
+        return None
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Training batches from the position that the trainer has reached (see the class)."""
@@ -348,6 +353,7 @@ class DataModule(lightning.LightningDataModule):
             repeats=self.repeats,
             shard_sizes=None if self.shuffle_shards is None else split.shard_sizes,
             shuffle_shards=self.shuffle_shards or 1,
+            bucket_sizes=split.bucket_sizes,
             rank=trainer.global_rank // sharers,
             world_size=trainer.world_size // sharers,
             first_batch=self._batches_trained,
@@ -367,7 +373,12 @@ class DataModule(lightning.LightningDataModule):
         trainer, split = self._attached_trainer(), self._splits[role]
         if isinstance(split, Stream):
             return self._stream_loader(split, self.eval_transform(), lambda: 0, training=False)
-        batches = eval_batches(len(split), self.eval_batch_size, trainer.global_rank, trainer.world_size)
+        ranks = trainer.global_rank, trainer.world_size
+        batches, first = [], 0
+        for size in split.bucket_sizes or [len(split)]:
+            dealt = eval_batches(size, self.eval_batch_size, *ranks)
+            batches += [[first + index for index in batch] for batch in dealt]
+            first += size
         samples = self._whole_batches(split, self._shape, training=False)
         if samples is None:
             samples = self._eval_samples(split, share=sum(map(len, batches)))

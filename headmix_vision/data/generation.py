@@ -14,7 +14,7 @@ from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.data_module import DataModule
 from headmix_vision.data.datasets import find_dataset, open_split
 from headmix_vision.data.datasets.base import Source, SplitRequest, Transform
-from headmix_vision.data.datasets.latents import LatentShards
+from headmix_vision.data.datasets.latents import LatentBuckets, LatentShards, find_caches, read_manifest
 from headmix_vision.data.datasets.streams import Stream
 from headmix_vision.data.fitting import FitImage, ImageToRange
 from headmix_vision.data.seeding import derive_seed
@@ -50,6 +50,8 @@ class GenerationData(DataModule):
         canvas_size: Height and width of a canvas in pixels; the network's input size if null.
         clip: Which frames of a video make a clip: the network's frame rate if nothing is set.
         stills: Batches of clips that stand still, one frame or the frames of a patch, among the batches of clips.
+        prompt_dropout: Share of prompts of a batch that are replaced by the empty one, for guidance; of networks that
+            take prompts.
         common: The options that both tasks share, see `DataModule`.
 
     Raises:
@@ -71,9 +73,10 @@ class GenerationData(DataModule):
         canvas_size: int | None = None,
         clip: ClipConfig = DEFAULT_CLIP,
         stills: StillsConfig = DEFAULT_STILLS,
+        prompt_dropout: float = 0.1,
         **common: Any,
     ) -> None:
-        check_numbers(0, 1, hflip=hflip)
+        check_numbers(0, 1, hflip=hflip, prompt_dropout=prompt_dropout)
         super().__init__(
             dataset,
             root,
@@ -100,12 +103,24 @@ class GenerationData(DataModule):
         self.canvas_size = canvas_size
         self.clip = clip
         self.stills = stills
+        self.prompt_dropout = prompt_dropout
+
+    def _prompt_dropout(self, training: bool) -> float | None:
+        return (self.prompt_dropout if training else 0.0) if self._takes_prompts else None
 
     def sample_shape(self, net: Any) -> tuple[int, ...]:
         """(channels, height, width) of the network's input, (channels, frames, height, width) of one of clips."""
         self._net_rate: float | None = getattr(net, "frame_rate", None)
         self._patch_frames = getattr(net, "patch_size", (1,))[0]
-        return (net.in_channels, *net.input_size)
+        self._takes_prompts = getattr(net, "takes_prompts", False)
+        if not self._takes_prompts:
+            return (net.in_channels, *net.input_size)
+        if self.dataset != "latents":
+            raise InputError(f"data.dataset is {self.dataset!r}, it must be latents for a model that takes prompts")
+        if self.stills.share:
+            raise InputError(f"stills.share is {self.stills.share}, it must be 0 for a model that takes prompts")
+        caches = find_caches(self.root, self.train_split, self.train_split)
+        return tuple(read_manifest(caches[0])["shape"])
 
     def train_transform(self) -> Transform:
         """Crop, flip and scale to [-1, 1]."""
@@ -164,6 +179,13 @@ class GenerationData(DataModule):
         """As in the base, and the stills."""
         stills = {} if self._still_source is None else {"stills": self._still_source}
         return {**super().training_sources(), **stills}
+
+    def manifests(self) -> dict[str, dict[str, Any]]:
+        """Return the manifests of all opened caches of latents, by their folders."""
+        caches: list[Any] = []
+        for split in self._splits.values():
+            caches += split.caches if isinstance(split, LatentBuckets) else [split]
+        return {str(cache.path): cache.manifest for cache in caches if isinstance(cache, LatentShards)}
 
     def _open_stills(self) -> Source:
         """Open the stills: images, or single frames of videos, clips or latents."""

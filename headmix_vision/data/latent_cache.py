@@ -8,6 +8,7 @@ B images or clips of a batch, C channels, T frames, H x W pixels.
 
 import hashlib
 import json
+import math
 import re
 import warnings
 from collections.abc import Iterator
@@ -21,16 +22,19 @@ from torch.utils.data import DataLoader, Dataset
 
 from headmix_vision.console import Processes, default_device, open_device, process_numbers, progress, say, say_left_out
 from headmix_vision.data.batches import obey_parent
+from headmix_vision.data.cache_prompts import Prompts, read_prompts
 from headmix_vision.data.cache_request import CacheRequest
+from headmix_vision.data.cache_sizes import cache_sizes, deal_to_sizes
 from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.data.datasets import find_dataset, open_source
 from headmix_vision.data.datasets.base import PIL_MODES, ClipSource, Source, SplitRequest, to_picture
-from headmix_vision.data.datasets.derived import Derived
+from headmix_vision.data.datasets.derived import Derived, Part
 from headmix_vision.data.datasets.folders import ImageFiles, find_class_folders, open_class_folders
 from headmix_vision.data.datasets.latents import (
     FORMAT,
     HASH,
     MANIFEST,
+    NULL_PROMPT,
     check_shard,
     count_shards,
     find_difference,
@@ -40,6 +44,7 @@ from headmix_vision.data.datasets.latents import (
     shard_length,
     shard_name,
     sums_name,
+    tensor_shapes,
 )
 from headmix_vision.data.datasets.moving_digits import MovingDigits
 from headmix_vision.data.datasets.videos import open_video_folder
@@ -51,6 +56,7 @@ from headmix_vision.files.reading import check_disk, check_memory, check_workers
 from headmix_vision.files.tensors import write_tensors
 from headmix_vision.files.writing import atomic_path, check_place, hold_lock, is_temporary
 from headmix_vision.models.autoencoders import PIXELS, Autoencoder, load_autoencoder
+from headmix_vision.models.pipeline_folder import TextEncoder, read_pipeline
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _SHARD_NUMBER = re.compile(r"\.shard-(\d+)\.")
@@ -91,11 +97,11 @@ class CroppedImages(Dataset[tuple[Tensor, int]]):
 
     Args:
         source: The images, or clips that are cropped already.
-        size: Side in pixels.
+        size: Side in pixels, or height and width.
         mode: PIL mode, `L` or `RGB`.
     """
 
-    def __init__(self, source: Source, size: int, mode: str) -> None:
+    def __init__(self, source: Source, size: int | tuple[int, int], mode: str) -> None:
         self.source = source
         self.size = size
         self.mode = mode
@@ -125,6 +131,8 @@ def write_cache(
     origin: str,
     clip: dict[str, Any] | None = None,
     processes: Processes = _ALONE,
+    prompts: Prompts | None = None,
+    size: tuple[int, int] | None = None,
 ) -> int:
     """Encode what is missing of this process's share of a cache.
 
@@ -136,6 +144,8 @@ def write_cache(
         clip: Of clips: `frames`, their number; `frame_rate` a second, None where it is not known or differs; and
             whatever else says how they were made, for the record.
         processes: This process writes shards rank, rank + world_size, ...
+        prompts: Prompts to encode too.
+        size: Height and width in pixels, where they are not the request's.
 
     Returns:
         Number of shards written, or to be written.
@@ -144,7 +154,8 @@ def write_cache(
         InputError: An option out of range; a directory that holds something else, shards of other images or with
             other settings, or that another process writes to; an unreadable image; latents that are not finite.
     """
-    out, image_size, workers = request.out, request.image_size, request.workers
+    out, workers = request.out, request.workers
+    height, width = size or (request.image_size, request.image_size)
     if len(source) == 0:
         raise InputError(f"{origin} has no images")
     batch_size, shard_size = request.batch_size, request.shard_size
@@ -155,16 +166,16 @@ def write_cache(
     check_place(out)
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file, --out must be a directory")
-    check_counts(1, image_size=image_size, batch_size=batch_size, shard_size=shard_size)
+    check_counts(1, image_size=height, width=width, batch_size=batch_size, shard_size=shard_size)
     check_counts(0, workers=workers)
     check_workers(workers=workers)
     batch = min(batch_size, len(source))
-    pixels = batch * image_size**2 * autoencoder.image_channels * (1 if clip is None else clip["frames"])
-    check_memory(4 * pixels, f"a batch of {batch} of {image_size} pixels")
-    autoencoder.check_size(image_size, image_size)
+    pixels = batch * height * width * autoencoder.image_channels * (1 if clip is None else clip["frames"])
+    check_memory(4 * pixels, f"a batch of {batch} of {height if size is None else f'{height}x{width}'} pixels")
+    autoencoder.check_size(height, width)
     if clip is not None:
         autoencoder.check_frames(clip["frames"])
-    images = CroppedImages(source, image_size, PIL_MODES[autoencoder.image_channels])
+    images = CroppedImages(source, (height, width), PIL_MODES[autoencoder.image_channels])
     mean, std = autoencoder.moments(images[0][0][None] / 255)
     manifest = {
         "format": FORMAT,
@@ -174,7 +185,7 @@ def write_cache(
         "store": "means" if std is None else request.store,
         "dtype": "uint8" if autoencoder.module is None else request.dtype,
         "flip": request.flip,
-        "image_size": image_size,
+        "image_size": height if size is None else [height, width],
         "crop": "adm_center",
         "images": origin,
         "class_names": source.class_names,
@@ -183,11 +194,13 @@ def write_cache(
     if clip is not None:
         rate = clip["frame_rate"]
         manifest |= {"clip": clip, "frame_rate": rate and rate / (autoencoder.time_downsampling or 1)}
-    copies = (1 + request.flip) * (2 if manifest["store"] == "moments" else 1)
-    size = len(source) * mean[0].numel() * copies * getattr(torch, str(manifest["dtype"])).itemsize
+    if prompts is not None:
+        manifest["prompts"] = prompts.encoder.description
+    numbers = sum(math.prod(shape) for shape in tensor_shapes(manifest).values())
+    needed = len(source) * numbers * getattr(torch, str(manifest["dtype"])).itemsize
     there = sum(path.stat().st_size for path in out.glob("*.safetensors")) if out.is_dir() else 0
-    check_disk(out, size - there, f"a cache of {len(source)} {'images' if clip is None else 'clips'}")
-    manifest["source"] = _source_hashes(source, manifest)
+    check_disk(out, needed - there, f"a cache of {len(source)} {'images' if clip is None else 'clips'}")
+    manifest["source"] = _source_hashes(source, manifest, prompts)
     if source.files() is not None and not _is_of_earlier_decoding(out, request.background):
         manifest["background"] = request.background
     if request.dry_run:
@@ -199,8 +212,10 @@ def write_cache(
         if changed:
             with atomic_path(out / MANIFEST) as temporary:
                 temporary.write_text(json.dumps({**manifest, HASH: manifest_sha256(manifest)}, indent=2) + "\n")
+        if prompts is not None and processes.rank == 0:
+            write_tensors(out / NULL_PROMPT, prompts.null(DTYPES[request.dtype]), {})
         todo = _missing(out, manifest, processes)
-        _write_shards(images, autoencoder, out, manifest, todo, batch_size, workers, show=processes.rank == 0)
+        _write_shards(images, autoencoder, out, manifest, todo, batch_size, workers, processes.rank == 0, prompts)
     return len(todo)
 
 
@@ -213,6 +228,7 @@ def _write_shards(
     batch_size: int,
     workers: int,
     show: bool,
+    prompts: Prompts | None,
 ) -> None:
     batches = [batch for number in todo for batch in _batches(number, manifest, batch_size)]
     loader: Any = DataLoader(images, batch_sampler=batches, num_workers=workers, worker_init_fn=obey_parent)
@@ -226,6 +242,8 @@ def _write_shards(
             for indices in _batches(number, manifest, batch_size):
                 pixels, labels = next(stream)
                 latents = _encode(autoencoder, pixels, manifest)
+                if prompts is not None:
+                    latents |= prompts.tensors(indices, DTYPES[manifest["dtype"]])
                 for key, tensor in latents.items():
                     if tensor.is_floating_point() and not tensor.isfinite().all():
                         raise InputError(
@@ -252,11 +270,13 @@ def _is_of_earlier_decoding(out: Path, background: str) -> bool:
     return True
 
 
-def _source_hashes(source: Source, manifest: dict[str, Any]) -> list[str]:
-    """Hash the names and sizes of each shard's images; where there are no files, the name of the data set."""
+def _source_hashes(source: Source, manifest: dict[str, Any], prompts: Prompts | None) -> list[str]:
+    """Hash names, sizes and prompts of each shard's images; where there are no files, the name of the data set."""
     files, size = source.files(), manifest["shard_size"]
     starts = range(0, manifest["count"], size)
-    parts = [manifest["images"] if files is None else files[start : start + size] for start in starts]
+    parts: list[Any] = [manifest["images"] if files is None else files[start : start + size] for start in starts]
+    if prompts is not None:
+        parts = [[part, prompts.texts[start : start + size]] for part, start in zip(parts, starts, strict=True)]
     return [hashlib.sha256(json.dumps(part).encode()).hexdigest()[:16] for part in parts]
 
 
@@ -284,10 +304,11 @@ def _check_directory(out: Path, manifest: dict[str, Any]) -> bool:
             f" {len(manifest['source'])} shards"
         )
     # Images of shards that are still missing may have been replaced, such as one that could not be read.
+    differ = "names, sizes or prompts" if "prompts" in manifest else "names or sizes"
     for number, (before, now) in enumerate(zip(earlier["source"], manifest["source"], strict=True)):
         if before != now and (out / shard_name(number)).is_file():
             raise InputError(
-                f"{out} holds latents of other images than {manifest['images']}: names or sizes differ"
+                f"{out} holds latents of other images than {manifest['images']}: {differ} differ"
                 f" (first in {shard_name(number)}, made from {earlier['images']}); choose another --out"
             )
     return bool(earlier["source"] != manifest["source"])
@@ -425,7 +446,7 @@ def cache_latents(request: CacheRequest) -> Cached:
         autoencoder.image_channels = 1
     is_clips = _is_clips(request)
     dataset, split = request.dataset or ("videos" if is_clips else "folder"), request.split or "train"
-    shape = (autoencoder.image_channels, request.image_size, request.image_size)
+    shape = (autoencoder.image_channels, *cache_sizes(request)[0])
     wanted = SplitRequest(
         dataset,
         split,
@@ -435,27 +456,47 @@ def cache_latents(request: CacheRequest) -> Cached:
         background=request.background,
         skip_unlabelled=request.skip_unlabelled,
     )
-    clip = None
-    if is_clips:
-        wanted, clip = _ask_for_clips(request, wanted, autoencoder)
-        source = open_clips(request.videos, wanted, request.clips_per_video, request.skip_unusable)
-        if isinstance(source, MovingDigits):
-            clip["frame_rate"] = source.frame_rate
-    else:
-        source = open_images(request.images, wanted)
-    written = write_cache(
-        source,
-        autoencoder,
-        request,
-        request.images or request.videos or " ".join(filter(None, (dataset, request.root, split))),
-        clip,
-        processes,
-    )
+    sizes = cache_sizes(request)
+    opened = [_open(request, wanted, autoencoder, size) for size in sizes]
+    first, clip = opened[0]
+    texts = None
+    if request.prompts is not None:
+        place = Path(str(request.images or request.videos))
+        texts = read_prompts(request.prompts, first, place if place.is_dir() else place.parent)
+        encoder = TextEncoder(request.vae, device, DTYPES[request.encoder_dtype])
+    origin = request.images or request.videos or " ".join(filter(None, (dataset, request.root, split)))
+    written, outs = 0, []
+    for size, (source, _), indices in zip(sizes, opened, deal_to_sizes(first, sizes), strict=True):
+        if not indices:
+            say(f"no file is nearest to {size[0]}x{size[1]}: this size gets no cache")
+            continue
+        prompts = None if texts is None else Prompts([texts[index] for index in indices], encoder)
+        if request.sizes:
+            outs.append(request.out / f"{size[0]}x{size[1]}")
+            of_size = replace(request, out=outs[-1])
+            source = Part(source, indices)
+            written += write_cache(source, autoencoder, of_size, origin, clip, processes, prompts, size)
+        else:
+            outs.append(request.out)
+            written += write_cache(source, autoencoder, request, origin, clip, processes, prompts)
     if request.dry_run:
         return Cached(request.out, written, None, None, processes.rank, processes.world_size)
-    manifest = read_manifest(request.out)
-    shards, shape = count_shards(manifest), tuple(manifest["shape"])
+    manifests = [read_manifest(out) for out in outs]
+    shards, shape = sum(map(count_shards, manifests)), tuple(manifests[0]["shape"])
     return Cached(request.out, written, shards, shape, processes.rank, processes.world_size)
+
+
+def _open(
+    request: CacheRequest, wanted: SplitRequest, autoencoder: Autoencoder, size: tuple[int, int]
+) -> tuple[Source, dict[str, Any] | None]:
+    """Open the images, or the clips at a size, and describe the clips for the record."""
+    if not _is_clips(request):
+        return open_images(request.images, wanted), None
+    wanted, clip = _ask_for_clips(request, replace(wanted, shape=(wanted.channels, *size)), autoencoder)
+    source = open_clips(request.videos, wanted, request.clips_per_video, request.skip_unusable)
+    if isinstance(source, MovingDigits):
+        clip["frame_rate"] = source.frame_rate
+    return source, clip
 
 
 def _ask_for_clips(
@@ -465,7 +506,7 @@ def _ask_for_clips(
     if request.frames is None:
         raise InputError("--frames is not given: the number of frames of a clip")
     check_counts(1, frames=request.frames, clips_per_video=request.clips_per_video)
-    autoencoder.check_size(request.image_size, request.image_size)
+    autoencoder.check_size(*wanted.grid)
     autoencoder.check_frames(request.frames)
     config = ClipConfig(request.frame_rate, request.stride)
     channels, *size = wanted.shape
@@ -501,6 +542,13 @@ def _check_sources(request: CacheRequest) -> None:
     if request.flip and not find_dataset(request.dataset or "folder", "caching").can_flip:
         raise InputError(f"--flip does not apply to {request.dataset}: mirrored clips move the other way")
     check_background(request.background)
+    cache_sizes(request)
+    if request.sizes and request.images is None and request.videos is None:
+        raise InputError("--sizes goes with files: give --images or --videos")
+    if request.prompts is not None:
+        if request.images is None and request.videos is None:
+            raise InputError("--prompts goes with files: give --images or --videos")
+        read_pipeline(request.vae)
     if request.gray and request.vae != PIXELS:
         raise InputError(f"--gray goes with --vae {PIXELS} alone, --vae is {request.vae}")
     if request.vae == PIXELS and request.encoder_dtype != "float32":

@@ -1,6 +1,7 @@
 """Exporting a run: a classifier becomes a weights file for timm, a generator a pipeline directory for diffusers."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
@@ -15,8 +16,9 @@ from headmix_vision.files.tensors import write_tensors
 from headmix_vision.files.writing import atomic_folder, check_place, hold_lock, remove_temporaries
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY, find_checkpoint, is_generator, read_checkpoint
 from headmix_vision.runs.directory import INDEX
-from headmix_vision.runs.networks import configured, load_network, without_sources
+from headmix_vision.runs.networks import configured, is_prompted, load_network, without_sources
 
+_DIFFUSION = "headmix_vision.diffusion"
 # They act while training only, and change no weight's name or shape.
 _TRAINING_ARGUMENTS = ("drop_rate", "drop_path_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate")
 
@@ -76,7 +78,8 @@ def export_run(request: ExportRequest) -> Exported:
         OSError: If the directory cannot be written.
     """
     path = find_checkpoint(request.run, request.checkpoint)
-    export = _export_pipeline if is_generator(read_checkpoint(path, sharded=(), values=False)) else _export_classifier
+    found = read_checkpoint(path, sharded=(), values=False)
+    export = _export_pipeline if is_generator(found) else _export_classifier
     return Exported(path, request.out, export(path, request))
 
 
@@ -139,6 +142,7 @@ def _check_absent(request: ExportRequest) -> None:
 def _export_pipeline(checkpoint_path: Path, request: ExportRequest) -> str:
     """Write a directory of diffusers; return the Python statements which load it."""
     from headmix_vision.runs.pipelines import load_pipeline  # loads diffusers, which classifiers do without
+    from headmix_vision.runs.prompted import open_run
 
     out = request.out
     if out.suffix == ".safetensors":
@@ -148,16 +152,22 @@ def _export_pipeline(checkpoint_path: Path, request: ExportRequest) -> str:
         hint = ", or replace it with --overwrite" if replaceable else ", it holds no pipeline that could be replaced"
         raise InputError(f"--out {out} already exists; choose another one{hint}")
     check_place(out)
-    pipeline, _ = load_pipeline(checkpoint_path, raw=request.raw)
+    about = read_checkpoint(checkpoint_path, sharded=(), values=False)[DESCRIPTION_KEY]
+    save: Callable[[Path], object]
+    if prompted := is_prompted(about):
+        save, kind = open_run(checkpoint_path, raw=request.raw)
+    else:
+        pipeline, _ = load_pipeline(checkpoint_path, raw=request.raw)
+        save, kind = pipeline.save_pretrained, type(pipeline).__name__
     if not request.dry_run:
         with atomic_folder(out, overwrite=request.overwrite) as complete:
             try:
-                pipeline.save_pretrained(complete)
+                save(complete)
             except SafetensorError as error:  # what the system refused, in the words of the library
                 raise OSError(f"{error}: {out}") from None
             _open_to_umask(complete)
-    kind = type(pipeline).__name__
-    return f"from headmix_vision.diffusion import {kind}; pipe = {kind}.from_pretrained({str(out)!r})"
+    home, registers = ("diffusers", "import headmix_vision.models.prompted; ") if prompted else (_DIFFUSION, "")
+    return f"{registers}from {home} import {kind}; pipe = {kind}.from_pretrained({str(out)!r})"
 
 
 def _open_to_umask(folder: Path) -> None:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 LOCAL = "local-dir:"  # as timm names folders
 _SOURCES = ("pretrained", "checkpoint_path", "cache_dir")
 _GENERATORS = "dit_"
+_PROMPTED = ("WanMHLATransformer3DModel", "SanaMHLATransformer2DModel")
 # A constructor of timm refuses an argument by whatever the first line that cannot use it raises.
 _REFUSALS = (TypeError, ValueError, LookupError, AssertionError, RuntimeError, ArithmeticError)
 _UNEXPECTED = re.compile(r"(?P<owner>\w+)\.__init__\(\) got an unexpected keyword argument '(?P<argument>[^']+)'")
@@ -204,10 +205,14 @@ def load_network(checkpoint: dict[str, Any], *, raw: bool = False) -> nn.Module:
     about = checkpoint[DESCRIPTION_KEY]
     if is_generator(checkpoint):
         from headmix_vision.models import HeadMixDiT
+        from headmix_vision.models.prompted import make_prompted
 
+        name, architecture = about["name"], about["architecture"]
         try:
-            with _building(about["name"], about["architecture"]):
-                network: nn.Module = HeadMixDiT(**about["architecture"])
+            with _building(name, architecture):
+                network: nn.Module = (
+                    make_prompted(name, architecture) if is_prompted(about) else HeadMixDiT(**architecture)
+                )
         except _REFUSALS as error:
             raise InputError(f"the checkpoint's description makes no {about['name']}: {error}") from None
     else:
@@ -218,6 +223,17 @@ def load_network(checkpoint: dict[str, Any], *, raw: bool = False) -> nn.Module:
     check_finite(state, "the checkpoint")
     network.load_state_dict(state)
     return network
+
+
+def is_prompted(about: dict[str, Any]) -> bool:
+    """Return whether the description in a checkpoint is of a converted transformer of Wan or Sana."""
+    return about.get("kind") == "generator" and about["name"] in _PROMPTED
+
+
+def refuse_prompted(about: dict[str, Any], path: Path) -> None:
+    """Raise `InputError` for a converted transformer, which works in a pipeline of diffusers alone."""
+    if is_prompted(about):
+        raise InputError(f"{path} is of {about['name']}: export it by headmix export, and open the folder in diffusers")
 
 
 def without_sources(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -392,6 +408,7 @@ def _open_checkpoint(path: Path, raw: bool) -> tuple[nn.Module, dict[str, Any]]:
     checkpoint = read_checkpoint(path)
     averaged = "current_model_state" in checkpoint and not raw
     about = checkpoint[DESCRIPTION_KEY]
+    refuse_prompted(about, path)
     objective = {"objective": about["objective"]} if is_generator(checkpoint) else {}
     return load_network(checkpoint, raw=raw), {
         "name": about["name"],

@@ -28,7 +28,7 @@ from headmix_vision.runs.checkpoints import (
     read_checkpoint,
 )
 from headmix_vision.runs.directory import CHECKPOINTS, INDEX
-from headmix_vision.runs.networks import load_network
+from headmix_vision.runs.networks import load_network, refuse_prompted
 
 # names of earlier versions included
 _PIPELINES = ("HeadMixDiTPipeline", "HeadMixVideoDiTPipeline")
@@ -164,6 +164,7 @@ def _from_checkpoint(path: Path, raw: bool, vae: str | None) -> Loaded:
     description = checkpoint[DESCRIPTION_KEY]
     if not is_generator(checkpoint):
         raise InputError(f"{path} is of the classifier {description['name']}, not of a generator")
+    refuse_prompted(description, path)
     where = f"{path} holds no generator that can be made"
     with _refused(where):
         model: Any = load_network(checkpoint, raw=raw)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 
-from headmix_vision.errors import InputError, check_counts
+from headmix_vision.errors import InputError, check_counts, check_numbers
 from headmix_vision.files.reading import check_fields
 from headmix_vision.files.tensors import state_sha256
 from headmix_vision.models.attention_errors import (
@@ -22,6 +22,7 @@ from headmix_vision.models.attention_errors import (
     feature_errors,
     tell_grid,
 )
+from headmix_vision.models.prompted import open_prompted
 from headmix_vision.runs.checkpoints import find_checkpoint
 from headmix_vision.runs.networks import open_network
 from headmix_vision.runs.teachers import make_student, open_teacher
@@ -72,13 +73,17 @@ class DistilledGenerator(ImageGenerator):
 
     In the first `distill_steps` steps the loss is the mean of :func:`attention_errors` over the layers that differ, on
     the activations of the teacher, at the noise levels of the objective; only these layers change. Then it is the loss
-    of the objective, of all weights, which `val/loss` is from the start.
+    of the objective, of all weights, which `val/loss` is from the start, and as much of the squared error against the
+    teacher's prediction as is asked for (arXiv 2501.12976).
 
     Args:
-        teacher: Run directory or `.ckpt` of the trained generator, of the same sizes with another attention.
+        teacher: Run directory or `.ckpt` of the trained generator, of the same sizes with another attention; null with
+            `transformer`.
         distill_steps: Optimizer steps of the first part.
-        name: Name of the model in timm, for example `dit_mhla_s_2`.
+        name: Name of the model in timm, for example `dit_mhla_s_2`; null with `transformer`.
         checkpoint: Start weights; the teacher's when null.
+        transformer: Pipeline folder of diffusers: its Wan or Sana transformer teaches, the converted one learns.
+        teacher_weight: Weight, in the second part, of the mean squared error against the teacher's prediction.
         options: Further options of a generator.
 
     Raises:
@@ -86,13 +91,24 @@ class DistilledGenerator(ImageGenerator):
     """
 
     def __init__(
-        self, teacher: str, name: str, distill_steps: int = 1000, checkpoint: str | None = None, **options: Any
+        self,
+        teacher: str | None = None,
+        name: str | None = None,
+        distill_steps: int = 1000,
+        checkpoint: str | None = None,
+        transformer: str | None = None,
+        teacher_weight: float = 0.0,
+        **options: Any,
     ) -> None:
         check_counts(0, distill_steps=distill_steps)
-        source = find_checkpoint(Path(teacher))
-        super().__init__(name, checkpoint=checkpoint or str(source), **options)
-        self.distill_steps = distill_steps
-        network, _ = open_network(source)
+        check_numbers(0, **{"model.teacher_weight": teacher_weight})
+        if (teacher is None) == (transformer is None):
+            raise InputError("give either model.teacher, a run, or model.transformer, the folder of a pipeline")
+        source = None if teacher is None else find_checkpoint(Path(teacher))
+        start = checkpoint if source is None else checkpoint or str(source)
+        super().__init__(name, checkpoint=start, transformer=transformer, **options)
+        self.distill_steps, self.teacher_weight = distill_steps, teacher_weight
+        network: nn.Module = open_prompted(str(transformer), []) if source is None else open_network(source)[0]
         attention_pairs(network, self.net)
         self._teacher = _Kept(network.train())  # it drops labels as it did
         self._teacher_sha256 = state_sha256(network.state_dict())
@@ -118,10 +134,21 @@ class DistilledGenerator(ImageGenerator):
             _check_teacher(checkpoint, self._teacher_sha256)
 
     def _losses(self, x0: Tensor, labels: Tensor, times: Tensor, noise: Tensor) -> Tensor:
-        if not self.training or self.trainer.global_step >= self.distill_steps:
+        learns_attention = self.trainer.global_step < self.distill_steps
+        if not self.training or not (learns_attention or self.teacher_weight):
             return super()._losses(x0, labels, times, noise)
-        y = labels if self.num_classes else None
-        network = self._teacher.kept
+        y, network = self._condition(labels), self._teacher.kept
+        if not learns_attention:
+            found: list[Tensor] = []
+
+            def predict(x: Tensor, t: Tensor) -> Tensor:
+                found.append(self.net(x, t, y))
+                return found[0]
+
+            losses = self.objective.losses(predict, x0, times, noise)
+            with torch.no_grad():
+                wanted = network(self.objective.add_noise(x0, times, noise), times, y).float()
+            return losses + self.teacher_weight * (found[0].float() - wanted).square().flatten(1).mean(1)
         with attention_errors(attention_pairs(network, self.net)) as errors, torch.no_grad():
             self.objective.losses(lambda x, t: network(x, t, y), x0, times, noise)
         return torch.stack(errors).mean(0)

@@ -1,12 +1,13 @@
 """Define the command line that trains generators: `fit` and `validate`."""
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 
 from headmix_vision.data.generation import GenerationData
+from headmix_vision.errors import InputError
 from headmix_vision.runs.directory import CURVES, SAMPLES
 from headmix_vision.training.base_cli import RunCLI
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, LearningCurves
@@ -36,6 +37,33 @@ class GenerationCLI(RunCLI):
         parser.add_class_arguments(SampleGridConfig, "samples")
         parser.add_class_arguments(FidConfig, "fid")
 
+    def default_run_name(self) -> str:
+        """Join the names of the config files and of the pipeline of a transformer; else as for all runs."""
+        transformer = self.options.model.transformer
+        return (
+            super().default_run_name()
+            if transformer is None
+            else "-".join([*self.config_names(), Path(transformer).name])
+        )
+
+    def check_model(self, checkpoint: dict[str, Any]) -> None:
+        """Leave the comparison of a transformer to the module, which knows it."""
+        if self.options.model.transformer is None:
+            super().check_model(checkpoint)
+
+    def complete_options(self) -> None:
+        """Refuse samples while a transformer of diffusers trains.
+
+        Raises:
+            InputError: If samples or scores are asked for.
+        """
+        options = self.options
+        if options.model.transformer is None or self.config.subcommand != "fit":
+            return
+        for name in ("samples.every_n_steps", "fid.every_n_epochs"):
+            if options.get(name) is not None:
+                raise InputError(f"{name} must be null for model.transformer: diffusers draws after headmix export")
+
     def fit_callbacks(self, run_dir: Path, average: EmaWithWarmup | None) -> list[Callback]:
         """Return sample grids and scores where they are asked for, and learning curves."""
         options, made = self.options, self.config_init[self.config.subcommand]
@@ -62,3 +90,5 @@ class GenerationCLI(RunCLI):
         samples = "videos" if len(self.model.net.input_size) == 3 else "images"
         where = f"run {run_dir} · samples {run_dir / SAMPLES}"
         self.summary = f"{loss}{where} · next: headmix sample {samples} --model {run_dir}"
+        if self.options.model.transformer is not None:
+            self.summary = f"{loss}run {run_dir} · next: headmix export {run_dir} --out FOLDER"

@@ -5,19 +5,22 @@ in [-1, 1] or scaled latents.
 """
 
 import math
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torchmetrics import MeanMetric
 
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig, create_objective
 from headmix_vision.errors import InputError, check_counts
+from headmix_vision.models.pipeline_folder import read_shift
+from headmix_vision.models.prompted import PromptedTransformer, open_prompted
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY
 from headmix_vision.runs.networks import create_generator
+from headmix_vision.runs.prompted import check_latents, load_prompted
 from headmix_vision.training.base_module import BaseModule
 from headmix_vision.training.callbacks.non_finite import require_finite
 from headmix_vision.training.options import OptimizerConfig, ScheduleConfig
@@ -33,16 +36,17 @@ DEFAULT_SCHEDULE = ScheduleConfig(sched="constant", warmup_epochs=0.0)
 
 
 class ImageGenerator(BaseModule):
-    """Train one diffusion transformer on images, clips or their latents, with labels.
+    """Train one diffusion transformer on images, clips or their latents, with labels or prompts.
 
     Random numbers of a training batch (noise, times, dropped labels) follow from the seed, the epoch, the batch index
     and the rank alone; in validation from the seed and the batch index, so that its loss is comparable.
 
     Args:
-        name: Name of the model in timm, for example `dit_mhla_s_2`.
+        name: Name of the model in timm, for example `dit_mhla_s_2`; null where `transformer` names the model.
         num_classes: Number of classes, 0 for an unconditional model; the model's default when null.
         input_size: Size of the input, one number or one for each axis of the grid; the model's default when null.
-        model_args: Further arguments of `timm.create_model`, for example `{cpe: true, output_gate: true}`.
+        model_args: Further arguments of `timm.create_model`, for example `{cpe: true, output_gate: true}`; of a
+            transformer those of `wan_to_mhla` or `sana_to_mhla`, for example `{block_grid: [3, 5, 10]}`.
         checkpoint: Start weights: a `.ckpt` of this package, a `.safetensors`, or an official DiT's `.pt`. Weights that
             they lack are new.
         vae: Autoencoder of the latents, a local directory or a hub id; null for pixels. It is used to draw samples and
@@ -53,6 +57,11 @@ class ImageGenerator(BaseModule):
         context_parallel: Number of neighbouring processes among which the tokens of each training sample are divided,
             for images or clips that exceed one GPU's memory. It divides the number of processes.
         spread_tokens: Former name of `context_parallel`.
+        transformer: Pipeline folder of diffusers whose Wan or Sana transformer is converted and trained on latents with
+            prompts.
+        pipeline_shift: Whether `objective.shift` is that of the scheduler of the transformer's pipeline.
+        core: New core of the transformer.
+        layers: Layers of the transformer that get the new core, from 0; all when null.
         common: `seed`, `compile` and `grad_checkpointing`, see `BaseModule`.
 
     Raises:
@@ -61,10 +70,11 @@ class ImageGenerator(BaseModule):
     """
 
     level_loss: Tensor
+    net: Any
 
     def __init__(
         self,
-        name: str,
+        name: str | None = None,
         num_classes: int | None = None,
         input_size: int | list[int] | None = None,
         model_args: dict[str, Any] | None = None,
@@ -75,6 +85,10 @@ class ImageGenerator(BaseModule):
         schedule: ScheduleConfig = DEFAULT_SCHEDULE,
         context_parallel: int = 1,
         spread_tokens: int = 1,
+        transformer: str | None = None,
+        pipeline_shift: bool = True,
+        core: Literal["mhla"] = "mhla",
+        layers: list[int] | None = None,
         **common: Any,
     ) -> None:
         super().__init__(optimizer, schedule, **common)
@@ -85,8 +99,16 @@ class ImageGenerator(BaseModule):
                 f"model.spread_tokens={spread_tokens} is the former name of model.context_parallel={context_parallel}:"
                 " set one of them"
             )
-        arguments = {"learned_variance": objective.learned_variance, **(model_args or {})}
-        self.net = create_generator(name, num_classes, input_size, arguments, checkpoint)
+        if transformer is None:
+            arguments = {"learned_variance": objective.learned_variance, **(model_args or {})}
+            self.net = self._create(name, num_classes, input_size, arguments, checkpoint, layers)
+        else:
+            given = {"name": name, "num_classes": num_classes, "input_size": input_size, "vae": vae}
+            if pipeline_shift and objective.shift != DEFAULT_OBJECTIVE.shift:
+                raise InputError(f"objective.shift={objective.shift} has no effect: set model.pipeline_shift to false")
+            objective = replace(objective, shift=read_shift(transformer)) if pipeline_shift else objective
+            self._convert(transformer, layers, model_args, checkpoint, objective, given)
+            name, arguments, vae = type(self.net.transformer).__name__, model_args or {}, transformer
         if (self.net.out_channels != self.net.in_channels) != objective.learned_variance:
             raise InputError("model_args.learned_variance and objective.learned_variance must agree")
         if objective.clean_prefix and len(self.net.input_size) != 3:
@@ -111,14 +133,60 @@ class ImageGenerator(BaseModule):
         self.vae_source = vae
         self.val_loss = MeanMetric(nan_strategy=math.inf)  # by default it leaves NaN out
 
-    def forward(self, x: Tensor, t: Tensor, y: Tensor | None = None) -> Tensor:
-        """Return the network's prediction for x [B, C, *grid] at times t, [B] or [B, T], with labels y [B]."""
+    @staticmethod
+    def _create(
+        name: str | None,
+        num_classes: int | None,
+        input_size: int | list[int] | None,
+        arguments: dict[str, Any],
+        checkpoint: str | None,
+        layers: list[int] | None,
+    ) -> nn.Module:
+        """Make a model of timm."""
+        if name is None:
+            raise InputError("model.name is null: give the name of a generator in timm, or model.transformer")
+        if layers is not None:
+            raise InputError("model.layers applies only to model.transformer: remove it")
+        return create_generator(name, num_classes, input_size, arguments, checkpoint)
+
+    def _convert(
+        self,
+        folder: str,
+        layers: list[int] | None,
+        options: dict[str, Any] | None,
+        checkpoint: str | None,
+        objective: ObjectiveConfig,
+        given: dict[str, Any],
+    ) -> None:
+        """Make the network of a pipeline's transformer; refuse options that are for models of timm."""
+        for option, value in given.items():
+            if value is not None:
+                raise InputError(f"model.{option}={value} does not apply to model.transformer: set it to null")
+        for option in ("learned_variance", "clean_prefix"):
+            if getattr(objective, option):
+                raise InputError(f"objective.{option} does not apply to model.transformer: remove it")
+        if objective.kind != "flow":
+            raise InputError(f"objective.kind={objective.kind}, it must be flow for model.transformer")
+        if self.sharers > 1:
+            raise InputError("model.context_parallel must be 1 for model.transformer")
+        self.net = open_prompted(folder, layers, options)
+        if checkpoint is not None:
+            load_prompted(self.net, checkpoint)
+
+    def forward(self, x: Tensor, t: Tensor, y: Any = None) -> Tensor:
+        """Return the prediction for x [B, C, *grid] at times t, [B] or [B, T], with labels y [B] or prompts."""
         return self.net(x, t, y)
 
     def setup(self, stage: str) -> None:
-        """Take the class names over from the data."""
+        """Take the class names over from the data, and check that the latents are those of the pipeline.
+
+        Raises:
+            InputError: If the latents have other channels, another autoencoder or prompts of another width.
+        """
         datamodule = getattr(self.trainer, "datamodule", None)
         self.class_names = getattr(datamodule, "class_names", None) or self.class_names
+        if isinstance(self.net, PromptedTransformer) and datamodule is not None:
+            check_latents(self.net, str(self.vae_source), datamodule.manifests())
 
     def configure_model(self) -> None:
         """Set up context parallelism, if asked to; then as for all networks.
@@ -176,8 +244,12 @@ class ImageGenerator(BaseModule):
         return torch.where(continued & dropped, self.num_classes, labels)
 
     def _losses(self, x0: Tensor, labels: Tensor, times: Tensor, noise: Tensor) -> Tensor:
-        y = labels if self.num_classes else None
+        y = self._condition(labels)
         return self.objective.losses(lambda x, t: self.net(x, t, y), x0, times, noise)
+
+    def _condition(self, labels: Any) -> Any:
+        """Return the labels or prompts of a batch; None for a model without."""
+        return labels if self.num_classes or isinstance(self.net, PromptedTransformer) else None
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the mean loss of a finished epoch, also by tenths of the noise level."""
@@ -196,11 +268,11 @@ class ImageGenerator(BaseModule):
         losses = self._losses(x0, labels, *self._validation_noise(x0, batch_idx))
         self.val_loss.update(losses.mean(), weight=len(x0))
 
-    def network_inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def network_inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Any]:
         """Return noisy data, times and labels, with the times and noise of a first batch of validation."""
         x0, labels = batch
         times, noise = self._validation_noise(x0, 0)
-        return self.objective.add_noise(x0, times, noise), times, labels if self.num_classes else None
+        return self.objective.add_noise(x0, times, noise), times, self._condition(labels)
 
     def _validation_noise(self, x0: Tensor, batch_idx: int) -> tuple[Tensor, Tensor]:
         """Draw times, [B] or [B, T], and noise, as x0, that are the same in every validation."""
@@ -226,7 +298,13 @@ class ImageGenerator(BaseModule):
             checkpoint["level_loss"] = self.sums_of_processes(self.level_loss)
 
     def check_settings(self, stored: dict[str, Any]) -> None:
-        """Refuse another objective."""
+        """Refuse another objective, and other options of a converted transformer."""
+        if isinstance(self.net, PromptedTransformer) and stored["architecture"] != self.net.architecture:
+            names = [name for name, value in self.net.architecture.items() if stored["architecture"].get(name) != value]
+            raise InputError(
+                f"the checkpoint has a transformer with other options, first {min(names)} (options model.transformer,"
+                " model.layers, model.model_args)"
+            )
         stored = stored["objective"]
         if ObjectiveConfig.from_dict(stored) != self.objective_config:
             raise InputError(f"the checkpoint was trained with objective {stored} (options model.objective)")

@@ -127,8 +127,8 @@ class ShardedStrategy(ModelParallelStrategy):
     with another number of processes, and from or without shards.
 
     Under `trainer.precision: bf16-mixed` blocks are gathered in bfloat16, to which autocast would round most of their
-    weights anyway, and half as much is sent, but those whose core has `float32_parameters` (Head-in-Head's decays).
-    Gradients are summed, and weights updated, in float32.
+    weights anyway, and half as much is sent, but those whose core has `float32_parameters` (Head-in-Head's decays)
+    and the blocks of Wan and Sana. Gradients are summed, and weights updated, in float32.
 
     Args:
         shard_size: Number of neighbouring processes that share one copy of the weights, such as the GPUs of a host;
@@ -283,7 +283,9 @@ class ShardedStrategy(ModelParallelStrategy):
     def _precision_of(self, block: nn.Module) -> MixedPrecisionPolicy:
         if self.precision_plugin.precision != "bf16-mixed" or self.root_device.type == "cpu":  # norms of CPUs refuse it
             return MixedPrecisionPolicy()
-        if any(isinstance(module, AttentionCore) and module.float32_parameters for module in block.modules()):
+        cores = [module for module in block.modules() if isinstance(module, AttentionCore)]
+        # autocast leaves the tables of diffusers' blocks in float32
+        if any(core.float32_parameters for core in cores) or hasattr(block, "scale_shift_table"):
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 

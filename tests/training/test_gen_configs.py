@@ -23,6 +23,7 @@ ALONE = [
     CONFIGS / f"{name}.yaml"
     for name in ("digits", "canvas", "fashion_mnist", "emoji", "animated_emoji", "folder", "moving_digits")
 ]
+PROMPTED = CONFIGS / "prompted.yaml"  # tested in test_prompted.py
 CAUSAL = [CONFIGS / "moving_digits.yaml", CONFIGS / "moving_digits_causal.yaml"]
 ONE_BATCH = (
     *("--data.dataset", "fake", "--data.root", "null", "--data.batch_size", 2, "--data.val_split", "null"),
@@ -37,7 +38,9 @@ def files(*paths: Path) -> list[object]:
 
 
 def test_no_recipe_is_forgotten():
-    assert {XL, VIDEO_XL, *OVERLAYS, *IMAGENET, *VIDEOS, *ALONE, *CAUSAL, DDPM} == set(CONFIGS.rglob("*.yaml"))
+    assert {XL, VIDEO_XL, *OVERLAYS, *IMAGENET, *VIDEOS, *ALONE, *CAUSAL, DDPM, PROMPTED} == set(
+        CONFIGS.rglob("*.yaml")
+    )
 
 
 @pytest.mark.parametrize("recipes", [*([path] for path in (*ALONE, IMAGENET[0])), CAUSAL], ids=lambda v: v[-1].stem)

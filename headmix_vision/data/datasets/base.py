@@ -95,6 +95,8 @@ class SplitRequest:
         training: Whether the split is trained on. This and the next two are for streams.
         batch_size: Samples of a batch.
         rank: The process that reads.
+        prompt_dropout: Of a network that takes prompts, the share of them that are left out; None of one that takes
+            labels.
     """
 
     name: str
@@ -112,6 +114,7 @@ class SplitRequest:
     training: bool = False
     batch_size: int = 1
     rank: int = 0
+    prompt_dropout: float | None = None
 
     @property
     def variant(self) -> str:
@@ -175,6 +178,8 @@ class Source(ABC):
     """What to call a sample in messages."""
     shard_sizes: Sequence[int] | None = None
     """Numbers of samples that lie together in a file, in their order; None where each has a file of its own."""
+    bucket_sizes: Sequence[int] | None = None
+    """Numbers of samples of one shape, in their order, of which batches are made; None where all have one shape."""
 
     @abstractmethod
     def __len__(self) -> int: ...

@@ -62,6 +62,10 @@ class Part(Derived):
     def name(self, index: int) -> str:
         return self.source.name(self.indices[index])
 
+    def files(self) -> list[tuple[str, int]] | None:
+        files = self.source.files()
+        return None if files is None else [files[index] for index in self.indices]
+
 
 class BatchPart(Part, BatchSource):
     """Some samples of a source that reads whole batches."""

@@ -1,7 +1,9 @@
 """Cached latents: the files that `headmix cache-latents` writes, and their reader.
 
 A cache is a directory with `latents.json`, which says how the latents were made, and shards of a fixed number of
-images in the order of the data set: `shard-00000.safetensors`, ...
+images in the order of the data set: `shard-00000.safetensors`, ... A cache with prompts also has the embedding of each
+image's prompt in its shard, and that of the empty prompt in `null_prompt.safetensors`. Caches of several sizes lie side
+by side in one directory, `480x832/`, ...
 
 Each shard holds a CRC-32 of each image or clip, `mean.crc32` beside `mean`, which is compared whenever one is read.
 This costs 0.35 s of CPU time per GiB, in the processes that read. Caches of earlier versions have none.
@@ -12,7 +14,11 @@ clip.
 
 import hashlib
 import json
+import re
 import zlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +30,17 @@ from headmix_vision.data.datasets.base import PreparedSource, SplitRequest
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.errors import InputError
 from headmix_vision.files.reading import check_fields, parse_json, read_json
-from headmix_vision.files.tensors import open_tensors, refuse_damage, tensor_bytes
+from headmix_vision.files.tensors import open_tensors, read_tensors, refuse_damage, tensor_bytes
 from headmix_vision.models.autoencoders import LatentScale
 
 MANIFEST = "latents.json"
+NULL_PROMPT = "null_prompt.safetensors"
+PROMPT, PROMPT_MASK = "prompt", "prompt_mask"
 HASH = "sha256"
 FORMAT = 1
 STORES = ("moments", "means")
+Prompt = tuple[Tensor, ...]
+_SIZE = re.compile(r"[1-9]\d*x[1-9]\d*")
 _ENTRIES = {
     "format": int,
     "count": int,
@@ -43,8 +53,10 @@ _ENTRIES = {
     "autoencoder": dict,
     "source": list | None,
     "frame_rate": int | float | None,
+    "prompts": dict | None,
 }
 _AUTOENCODER = {"scale": int | float | list, "shift": int | float | list}
+_PROMPTS = {"shape": list, "masked": bool}
 
 
 def shard_name(number: int) -> str:
@@ -72,6 +84,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise InputError(f"{file} is of format {manifest['format']!r}, this version reads {FORMAT}")
     manifest = check_fields(str(file), manifest, _ENTRIES)
     check_fields(f"the autoencoder in {file}", manifest["autoencoder"], _AUTOENCODER)
+    if manifest["prompts"] is not None:
+        check_fields(f"the prompts in {file}", manifest["prompts"], _PROMPTS)
     if manifest["store"] not in STORES:
         raise InputError(f"{file}: entry 'store' is {manifest['store']!r}, it must be one of {', '.join(STORES)}")
     for name in ("count", "shard_size"):
@@ -106,7 +120,7 @@ def check_shard(path: Path, number: int, manifest: dict[str, Any]) -> None:
     """
     length = shard_length(number, manifest)
     with open_tensors(path / shard_name(number), check=False) as file:
-        expected = {name: [length, *manifest["shape"]] for name in tensor_names(manifest)} | {"labels": [length]}
+        expected = {name: [length, *shape] for name, shape in tensor_shapes(manifest).items()}
         expected |= {sums_name(name): [length] for name in expected if sums_name(name) in file.keys()}  # noqa: SIM118
         for name, wanted in expected.items():
             shape = file.get_slice(name).get_shape()
@@ -172,27 +186,50 @@ def read_rows(path: Path, file: Any, name: str, rows: slice = slice(None)) -> Te
     return found
 
 
-def tensor_names(manifest: dict[str, Any]) -> list[str]:
-    """Names of the tensors in each shard."""
+def tensor_shapes(manifest: dict[str, Any]) -> dict[str, list[int]]:
+    """Shape of a row of each tensor in a shard."""
     kinds = ("mean", "std") if manifest["store"] == "moments" else ("mean",)
     suffixes = ("", "_flipped") if manifest["flip"] else ("",)
-    return ["labels", *(f"{kind}{suffix}" for kind in kinds for suffix in suffixes)]
+    shapes = {"labels": []} | {f"{kind}{suffix}": manifest["shape"] for kind in kinds for suffix in suffixes}
+    prompts = manifest.get("prompts")
+    if prompts is not None:
+        shapes |= {PROMPT: prompts["shape"]} | ({PROMPT_MASK: prompts["shape"][:1]} if prompts["masked"] else {})
+    return shapes
 
 
-def open_latents(request: SplitRequest) -> "LatentShards":
-    """Open the cache of a split: a folder of the root, or the root itself for training.
+def find_caches(root: str | None, split: str, train_split: str) -> list[Path]:
+    """Find the caches of a split: a folder of the root, or the root itself for training; one, or one for each size.
 
     Raises:
-        InputError: No such cache, or latents of another shape than the network takes.
+        InputError: No such folder.
     """
-    if request.root is None:
+    if root is None:
         raise InputError("dataset 'latents' needs root, the directory of cached latents")
-    folder = Path(request.root) / request.split
+    folder = Path(root) / split
     if not folder.is_dir():
-        folder = Path(request.root)
-        if request.split != request.train_split:
-            raise InputError(f"{folder} has no folder {request.split}: set data.val_split=null to train without")
-    shards = LatentShards(folder, request.seed)
+        folder = Path(root)
+        if split != train_split:
+            raise InputError(f"{folder} has no folder {split}: set data.val_split=null to train without")
+    if (folder / MANIFEST).is_file() or not folder.is_dir():
+        return [folder]
+    return sorted(path for path in folder.iterdir() if _SIZE.fullmatch(path.name) and path.is_dir()) or [folder]
+
+
+def open_latents(request: SplitRequest) -> "LatentShards | LatentBuckets":
+    """Open the caches of a split.
+
+    Raises:
+        InputError: No such cache, latents of another shape than the network takes, or no prompts where it needs them.
+    """
+    wanted, folders = request.prompt_dropout, find_caches(request.root, request.split, request.train_split)
+    caches = [LatentShards(folder, request.seed, prompt_dropout=wanted) for folder in folders]
+    if wanted is not None:
+        return caches[0] if len(caches) == 1 else LatentBuckets(caches)
+    if len(caches) > 1:
+        raise InputError(
+            f"{caches[0].path.parent} holds latents of {len(caches)} sizes, the network takes one: name it"
+        )
+    (shards,) = caches
     channels, *grid = request.shape
     if (
         len(grid) == 3
@@ -202,7 +239,7 @@ def open_latents(request: SplitRequest) -> "LatentShards":
         shards.as_stills()
     if shards.shape != request.shape:
         raise InputError(
-            f"the latents of {folder} are of shape {list(shards.shape)}, the network takes {list(request.shape)}"
+            f"the latents of {shards.path} are of shape {list(shards.shape)}, the network takes {list(request.shape)}"
         )
     return shards
 
@@ -217,12 +254,17 @@ class LatentShards(PreparedSource):
         path: Directory of the cache.
         seed: Seed of what is drawn.
         flip: Probability of taking the mirrored image; half where the cache holds mirrored images, when None.
+        prompt_dropout: Probability of taking the empty prompt, and the prompt in the place of the label; None for
+            labels.
 
     Raises:
-        InputError: No cache there, an unfinished or damaged one, or `flip` without mirrored images.
+        InputError: No cache there, an unfinished or damaged one, `flip` without mirrored images, or `prompt_dropout`
+            without prompts.
     """
 
-    def __init__(self, path: str | Path, seed: int = 0, flip: float | None = None) -> None:
+    def __init__(
+        self, path: str | Path, seed: int = 0, flip: float | None = None, prompt_dropout: float | None = None
+    ) -> None:
         self.path = Path(path)
         self.seed = seed
         self.manifest = read_manifest(self.path)
@@ -248,6 +290,21 @@ class LatentShards(PreparedSource):
         for number in range(count_shards(self.manifest)):
             check_shard(self.path, number, self.manifest)
         self._files: dict[int, Any] = {}
+        self.prompt_dropout = prompt_dropout
+        if prompt_dropout is not None:
+            self._null = self._read_null()
+
+    def _read_null(self) -> Prompt:
+        if self.manifest["prompts"] is None:
+            raise InputError(f"{self.path} has no prompts: make the cache with headmix cache-latents --prompts")
+        if not (self.path / NULL_PROMPT).is_file():
+            raise InputError(f"{self.path} lacks {NULL_PROMPT}; run headmix cache-latents again to finish it")
+        found = read_tensors(self.path / NULL_PROMPT)
+        shapes = tensor_shapes(self.manifest)
+        for name in (PROMPT, PROMPT_MASK) if self.manifest["prompts"]["masked"] else (PROMPT,):
+            if name not in found or list(found[name].shape) != shapes[name]:
+                raise InputError(f"{self.path / NULL_PROMPT} is of another cache: {name} is not {shapes[name]}")
+        return (found[PROMPT], found[PROMPT_MASK]) if self.manifest["prompts"]["masked"] else (found[PROMPT],)
 
     @property
     def frames(self) -> int:
@@ -271,15 +328,17 @@ class LatentShards(PreparedSource):
         """Latent, float32 [C, *], and label."""
         return self.read(index)
 
-    def read(self, index: int, draw: int = 0) -> tuple[Tensor, int]:
-        """Latent, float32 [C, *], and label; another `draw` (epoch) is another sample of the same image."""
+    def read(self, index: int, draw: int = 0) -> tuple[Tensor, Any]:
+        """Latent, float32 [C, *], and label; another `draw` (epoch) is another sample of the same image.
+
+        Instead of the label the prompt, where it is wanted: embedding [L, D] and, of a masked one, mask [L].
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"latent {index} of {len(self)}")
         number, place = divmod(index, int(self.manifest["shard_size"]))
         generator = torch.Generator().manual_seed(derive_seed(self.seed, draw, index))
         mirrored = float(torch.rand((), generator=generator)) < self.flip
         suffix = "_flipped" if mirrored else ""
-        label = int(self._rows(number, "labels", place))
         latent = self._latent(number, f"mean{suffix}", place)
         if latent.dtype == torch.uint8:
             latent = latent.float() / 255 * 2 - 1
@@ -287,7 +346,13 @@ class LatentShards(PreparedSource):
         if self.manifest["store"] == "moments":
             std = self._latent(number, f"std{suffix}", place).float()
             latent = latent + std * torch.randn(latent.shape, generator=generator)
-        return self.scale.apply(latent[None])[0], label
+        latent = self.scale.apply(latent[None])[0]
+        if self.prompt_dropout is None:
+            return latent, int(self._rows(number, "labels", place))
+        if float(torch.rand((), generator=generator)) < self.prompt_dropout:
+            return latent, self._null
+        names = (PROMPT, PROMPT_MASK)[: len(self._null)]
+        return latent, tuple(self._rows(number, name, place)[0] for name in names)
 
     def _rows(self, number: int, name: str, place: int) -> Tensor:
         return read_rows(self.path / shard_name(number), self._open(number), name, slice(place, place + 1))
@@ -304,6 +369,8 @@ class LatentShards(PreparedSource):
     def keys(self) -> list[str]:
         """Return what the manifest says, hashes of the source included, but no places."""
         known = {name: _without_source(value) for name, value in self.manifest.items() if name != "images"}
+        if known["prompts"] is None:  # as in caches of earlier versions
+            del known["prompts"]
         return [json.dumps(known, sort_keys=True)]
 
     def labels(self) -> Tensor:
@@ -321,3 +388,44 @@ class LatentShards(PreparedSource):
     def __getstate__(self) -> dict[str, Any]:
         # open files stay in the process that opened them
         return {**self.__dict__, "_files": {}}
+
+
+class LatentBuckets(PreparedSource):
+    """Latents of several sizes with their prompts: the samples of one cache after those of another.
+
+    Args:
+        caches: A cache for each size.
+
+    Raises:
+        InputError: Caches of different autoencoders or text encoders.
+    """
+
+    def __init__(self, caches: Sequence[LatentShards]) -> None:
+        self.caches = list(caches)
+        first = self.caches[0]
+        for other in self.caches[1:]:
+            for entry in ("autoencoder", "prompts"):
+                if _without_source(other.manifest[entry]) != _without_source(first.manifest[entry]):
+                    raise InputError(f"{other.path} has another entry {entry!r} than {first.path}: cache them alike")
+        self.class_names = first.class_names
+        self.bucket_sizes = [len(cache) for cache in self.caches]
+        self._ends = list(accumulate(map(len, self.caches)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def _place(self, index: int) -> tuple[LatentShards, int]:
+        bucket = bisect_right(self._ends, index)
+        return self.caches[bucket], index - self._ends[bucket] + len(self.caches[bucket])
+
+    def read(self, index: int, draw: int = 0) -> tuple[Tensor, Any]:
+        cache, place = self._place(index)
+        return cache.read(place, draw)
+
+    def name(self, index: int) -> str:
+        cache, place = self._place(index)
+        return cache.name(place)
+
+    def keys(self) -> list[str]:
+        """Return the keys of all caches."""
+        return [key for cache in self.caches for key in cache.keys()]  # noqa: SIM118 - not a mapping

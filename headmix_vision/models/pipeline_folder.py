@@ -1,0 +1,131 @@
+"""Folders of diffusers' Wan and Sana pipelines: their index, the shift of their scheduler, their text encoder.
+
+B prompts, L tokens, C width of the text encoder.
+"""
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headmix_vision.errors import InputError
+from headmix_vision.files.reading import check_fields, check_files, read_json
+
+INDEX = "model_index.json"
+PIPELINES = {"WanPipeline": "WanTransformer3DModel", "SanaPipeline": "SanaTransformer2DModel"}
+_TEXT_OPTIONS = ("max_sequence_length", "clean_caption", "complex_human_instruction")
+_REFUSED = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, ImportError)
+
+
+def read_pipeline(folder: str | Path) -> dict[str, Any]:
+    """Read the index of a folder that `WanPipeline` or `SanaPipeline` has saved.
+
+    Raises:
+        InputError: If it is not such a folder.
+    """
+    file = Path(folder) / INDEX
+    if not file.is_file():
+        raise InputError(f"{folder} is not a pipeline folder of diffusers: it has no {INDEX}")
+    index = check_fields(str(file), read_json(file), {"_class_name": str})
+    if index["_class_name"] not in PIPELINES:
+        raise InputError(f"{folder} is a {index['_class_name']}, it must be one of {', '.join(PIPELINES)}")
+    return index
+
+
+def part_of(folder: str | Path, name: str, library: str | None = None) -> str:
+    """Return the class of a part of a pipeline, whose folder must be there, of one library or of any.
+
+    Raises:
+        InputError: If the index names none, or one of another library, or its folder is missing.
+    """
+    entry, place = read_pipeline(folder).get(name), Path(folder) / name
+    if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str) and place.is_dir()):
+        raise InputError(f"{folder} has no {name}: a pipeline folder needs its own")
+    if library not in (None, entry[0]):
+        raise InputError(f"the {name} of {folder} is of the module {entry[0]!r}, it must be one of {library}")
+    check_files(place)
+    return str(entry[1])
+
+
+def read_shift(folder: str | Path) -> float:
+    """Read the shift of noise levels of a pipeline's scheduler, 1 where it states none.
+
+    Raises:
+        InputError: If the scheduler chooses the shift by the size, or does not predict a velocity.
+    """
+    file = Path(folder) / "scheduler" / "scheduler_config.json"
+    if not file.is_file():
+        raise InputError(f"{folder} has no scheduler/{file.name}: set model.pipeline_shift to false")
+    config = check_fields(str(file), read_json(file), {"prediction_type": str | None})
+    if config.get("use_dynamic_shifting"):
+        raise InputError(
+            f"the scheduler of {folder} shifts by size: set model.pipeline_shift to false and"
+            " model.objective.shift to one shift"
+        )
+    if config["prediction_type"] not in (None, "flow_prediction"):
+        raise InputError(f"the scheduler of {folder} predicts {config['prediction_type']}, it must be flow_prediction")
+    shift = config.get("flow_shift", config.get("shift"))
+    return 1.0 if shift is None else float(shift)
+
+
+class TextEncoder:
+    """Tokenizer and text encoder of a pipeline, with the options that calling the pipeline has by default.
+
+    Args:
+        folder: The pipeline's folder.
+        device: Where to run.
+        dtype: Type to run in.
+
+    Raises:
+        InputError: If the folder is not a pipeline of Wan or Sana, or its tokenizer or text encoder cannot be loaded.
+    """
+
+    def __init__(
+        self, folder: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
+        import diffusers
+        import transformers
+
+        index = read_pipeline(folder)
+        part_of(folder, "tokenizer", "transformers")
+        name = part_of(folder, "text_encoder", "transformers")
+        kind: Any = getattr(diffusers, index["_class_name"])
+        transformers.utils.logging.disable_progress_bar()
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(str(Path(folder) / "tokenizer"))
+            encoder = getattr(transformers, name).from_pretrained(str(Path(folder) / "text_encoder"), dtype=dtype)
+        except _REFUSED as error:
+            reason = " ".join(str(error).split())[:300]
+            raise InputError(f"the text encoder of {folder} cannot be loaded: {reason}") from None
+        encoder = encoder.to(device).eval().requires_grad_(False)
+        self.device = torch.device(device)
+        self._pipeline = kind(tokenizer=tokenizer, text_encoder=encoder, vae=None, transformer=None, scheduler=None)
+        taken, given = (inspect.signature(method).parameters for method in (kind.encode_prompt, kind.__call__))
+        self.options = {
+            option: given[option].default for option in _TEXT_OPTIONS if option in taken and option in given
+        }
+        null, mask = self.encode_null()
+        self.description = {
+            "pipeline": index["_class_name"],
+            "class": name,
+            "shape": list(null.shape),
+            "masked": mask is not None,
+            **self.options,
+        }
+
+    @torch.inference_mode()
+    def encode(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor | None]:
+        """Return embeddings [B, L, C] of prompts and, of Sana, the mask [B, L] of the tokens that count."""
+        found = self._pipeline.encode_prompt(
+            [*prompts], do_classifier_free_guidance=False, device=self.device, **self.options
+        )
+        return (found[0], found[1]) if len(found) == 4 else (found[0], None)
+
+    @torch.inference_mode()
+    def encode_null(self) -> tuple[Tensor, Tensor | None]:
+        """Return embedding [L, C] and mask [L] of the empty prompt, as guidance takes it."""
+        found = self._pipeline.encode_prompt([""], do_classifier_free_guidance=True, device=self.device, **self.options)
+        return (found[2][0], found[3][0]) if len(found) == 4 else (found[1][0], None)

@@ -1,0 +1,107 @@
+"""Runs of converted transformers of Wan and Sana: their start weights, their latents, and their export."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from headmix_vision.errors import InputError
+from headmix_vision.files.tensors import state_sha256
+from headmix_vision.models.autoencoders import load_autoencoder
+from headmix_vision.models.pipeline_folder import read_pipeline
+from headmix_vision.models.prompted import PromptedTransformer
+from headmix_vision.runs.checkpoints import (
+    DESCRIPTION_KEY,
+    check_finite,
+    check_state,
+    is_generator,
+    model_state,
+    read_checkpoint,
+)
+from headmix_vision.runs.directory import INDEX
+from headmix_vision.runs.networks import load_network
+
+_ENCODER_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def load_prompted(network: PromptedTransformer, checkpoint: str) -> None:
+    """Load start weights from a `.ckpt` of such a run.
+
+    Raises:
+        InputError: If it is another file, or its weights do not fit.
+    """
+    if Path(checkpoint).suffix != ".ckpt":
+        raise InputError(f"model.checkpoint={checkpoint} must be a .ckpt of this package for model.transformer")
+    read = read_checkpoint(checkpoint)
+    if not is_generator(read):
+        raise InputError(f"{checkpoint} holds a classifier, not a converted transformer")
+    state = model_state(read)
+    check_state(state, network.state_dict())
+    check_finite(state, checkpoint)
+    network.load_state_dict(state)
+
+
+def check_latents(network: PromptedTransformer, folder: str, manifests: dict[str, dict[str, Any]]) -> None:
+    """Check that cached latents and prompts are those of the pipeline of a transformer.
+
+    Args:
+        network: The network.
+        folder: Folder of the pipeline.
+        manifests: What `read_manifest` returned, by the folders of the caches.
+
+    Raises:
+        InputError: If channels, axes, width of prompts or weights of the autoencoder differ.
+    """
+    for place, manifest in manifests.items():
+        channels, *grid = manifest["shape"]
+        if (channels, len(grid)) != (network.in_channels, len(network.input_size)):
+            kinds = {2: "images", 3: "clips"}
+            raise InputError(
+                f"{place} holds latents of {kinds.get(len(grid), 'samples')} with {channels} channels, the transformer"
+                f" takes {kinds[len(network.input_size)]} with {network.in_channels}"
+            )
+        for axis, (size, patch) in enumerate(zip(grid, network.patch_size, strict=True)):
+            if size % patch:
+                raise InputError(f"{place}: size {size} of axis {axis} is not a multiple of the patch size {patch}")
+        width = manifest["prompts"]["shape"][-1]
+        if width != network.prompt_width:
+            raise InputError(f"the prompts of {place} have width {width}, the transformer takes {network.prompt_width}")
+    known = {manifest["autoencoder"].get("sha256") for manifest in manifests.values()}
+    state = load_autoencoder(folder, fetch=False).module.state_dict()  # type: ignore[union-attr]
+    for dtype in _ENCODER_TYPES:  # in which latents may have been encoded
+        known -= {state_sha256({name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()})}
+        if not known:
+            return
+    places = [place for place, manifest in manifests.items() if manifest["autoencoder"].get("sha256") in known]
+    raise InputError(
+        f"the latents of {places[0]} are of another autoencoder than that in {folder}: cache them with --vae {folder}"
+    )
+
+
+def open_run(checkpoint: Path, *, raw: bool = False) -> tuple[Callable[[Path], None], str]:
+    """Open the trained transformer of a checkpoint, to be saved in a copy of its pipeline.
+
+    Args:
+        checkpoint: The `.ckpt` file.
+        raw: The weights being trained instead of their EMA.
+
+    Returns:
+        A function that writes the pipeline folder, which must not exist, and the class of the pipeline.
+
+    Raises:
+        InputError: If the pipeline is not there any more, or the checkpoint holds no such network.
+    """
+    read = read_checkpoint(checkpoint)
+    folder, network = str(read[DESCRIPTION_KEY]["vae"]), load_network(read, raw=raw)
+    index, transformer = read_pipeline(folder), cast(Any, network).transformer
+
+    def save(out: Path) -> None:
+        shutil.copytree(folder, out, ignore=lambda place, names: ["transformer"] if Path(place) == Path(folder) else [])
+        transformer.save_pretrained(out / "transformer")
+        index["transformer"] = [type(transformer).__module__, type(transformer).__name__]
+        (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    return save, str(index["_class_name"])

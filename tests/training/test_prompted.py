@@ -1,0 +1,223 @@
+"""Wan and Sana by command: prompts and latents cached, trained, killed, resumed, exported, and drawn by diffusers."""
+
+import csv
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import SanaPipeline, SanaTransformer2DModel, WanPipeline, WanTransformer3DModel
+
+from headmix_vision.cli import cache_latents, distill, export, train_gen
+from headmix_vision.data.datasets.latents import LatentShards
+from headmix_vision.models.convert_sana import SanaMHLATransformer2DModel
+from headmix_vision.models.convert_wan import WanMHLATransformer3DModel
+from headmix_vision.models.pipeline_folder import TextEncoder, read_shift
+from headmix_vision.runs.checkpoints import read_checkpoint
+
+from .tiny_pipelines import PROMPTS, make_sana, make_wan, write_files
+
+WAN_ARGS = {"block_grid": [1, 2, 2], "token_grid": [2, 2, 2]}
+
+
+def call(main: Any, *args: object) -> int:
+    try:
+        main([str(arg) for arg in args])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny pipelines `wan` and `sana`, and caches `clips` of two sizes and `pictures`."""
+    root = tmp_path_factory.mktemp("prompted")
+    wan, sana = make_wan(root / "wan"), make_sana(root / "sana")
+    clips = write_files(root / "videos", videos=True, sizes=[(32, 48), (48, 32)])
+    pictures = write_files(root / "images", videos=False, sizes=[(16, 16)])
+    common = ("--device", "cpu", "--workers", 0)
+    of_clips = ("--videos", root / "videos", "--prompts", clips, "--frames", 5, "--sizes", "32x48", "48x32")
+    assert call(cache_latents.main, *of_clips, "--vae", wan, "--out", root / "clips", *common) == 0
+    of_pictures = ("--images", root / "images", "--prompts", pictures, "--image-size", 16)
+    assert call(cache_latents.main, *of_pictures, "--vae", sana, "--out", root / "pictures", *common) == 0
+    return root
+
+
+def fit(made: Path, kind: str, run: Path, *args: object, main: Any = train_gen.main) -> int:
+    cache = {"wan": "clips", "sana": "pictures"}[kind]
+    options = json.dumps(WAN_ARGS) if kind == "wan" else '{"block_grid": [2, 2]}'
+    return call(
+        main,
+        *("fit", "--model.transformer", made / kind, "--data.root", made / cache, "--run_dir", run),
+        *("--model.layers", "[1]", "--model.model_args", options, "--trainer.accelerator", "cpu"),
+        *("--trainer.devices", 1, "--trainer.max_steps", 6, "--trainer.log_every_n_steps", 1),
+        *("--model.optimizer.lr", 1e-2, "--data.num_workers", 0, "--data.prompt_dropout", 0.5),
+        *("--checkpoint_every_n_steps", 3, "--data.batch_size", 2, *args),
+    )
+
+
+def test_cached_prompts_are_those_of_the_pipeline(made: Path) -> None:
+    for kind, cls, cache, numbers in (
+        ("wan", WanPipeline, "clips/48x32", [1, 3]),
+        ("sana", SanaPipeline, "pictures", range(4)),
+    ):
+        pipeline = cls.from_pretrained(made / kind)
+        options = TextEncoder(made / kind).options
+        prompts = [PROMPTS[number] for number in numbers]
+        expected = pipeline.encode_prompt(prompts, negative_prompt=[""] * len(prompts), **options)
+        expected = [(one,) for one in expected] if kind == "wan" else [expected[:2], expected[2:]]
+        for prompt_dropout, wanted in ((0.0, expected[0]), (1.0, expected[1])):
+            shards = LatentShards(made / cache, prompt_dropout=prompt_dropout)
+            for place in range(len(shards)):
+                latent, prompt = shards.read(place)
+                assert list(latent.shape) == shards.manifest["shape"] and len(prompt) == len(wanted)
+                for found, tensor in zip(prompt, wanted, strict=True):
+                    torch.testing.assert_close(found.float(), tensor[place].float(), rtol=1e-3, atol=1e-3)
+    assert (read_shift(made / "wan"), read_shift(made / "sana")) == (3.0, 2.0)
+
+
+@pytest.mark.parametrize("kind", ["wan", "sana"])
+def test_a_run_goes_on_bit_equal_and_its_export_is_drawn_by_diffusers(
+    kind: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert fit(made, kind, whole) == 0
+    assert fit(made, kind, parts, "--trainer.max_steps", 3) == 0
+    assert fit(made, kind, parts, "--ckpt_path", "last") == 0
+    one, other = (read_checkpoint(run / "checkpoints" / "last.ckpt") for run in (whole, parts))
+    assert one["global_step"] == other["global_step"] == 6
+    for state in ("state_dict", "current_model_state"):
+        for name, tensor in one[state].items():
+            assert torch.equal(other[state][name], tensor), name
+    assert one["headmix_vision"]["objective"]["shift"] == {"wan": 3.0, "sana": 2.0}[kind]
+    with (whole / "metrics.csv").open() as file:
+        losses = [float(row["train/loss_step"]) for row in csv.DictReader(file) if row.get("train/loss_step")]
+    assert len({*losses}) == 6
+
+    capsys.readouterr()
+    assert call(export.main, whole, "--out", tmp_path / "out") == 0
+    scope: dict[str, Any] = {}
+    exec(capsys.readouterr().out, scope)
+    pipe = scope["pipe"]
+    pipe.set_progress_bar_config(disable=True)
+    assert type(pipe.transformer) is (WanMHLATransformer3DModel if kind == "wan" else SanaMHLATransformer2DModel)
+    for name, tensor in pipe.transformer.state_dict().items():
+        assert torch.equal(tensor, one["state_dict"][f"net.transformer.{name}"]), name
+    drawn = {"prompt": "a red square", "num_inference_steps": 2, "output_type": "np", "height": 32, "width": 32}
+    if kind == "wan":
+        assert pipe(num_frames=5, **drawn).frames.shape == (1, 5, 32, 32, 3)
+    else:
+        assert pipe(use_resolution_binning=False, **drawn).images.shape == (1, 32, 32, 3)
+
+
+@pytest.mark.parametrize("kind", ["wan", "sana"])
+def test_the_new_layers_learn_from_the_original_before_all_weights_do(kind: str, made: Path, tmp_path: Path) -> None:
+    options = ("--model.distill_steps", 3, "--model.teacher_weight", 1.0)
+    if kind == "sana":  # equal mixing weights are the original
+        options += ("--model.model_args", '{"block_grid": [2, 2], "mixing_init": "locality"}')
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert fit(made, kind, whole, *options, main=distill.main) == 0
+    assert fit(made, kind, parts, *options, "--trainer.max_steps", 3, main=distill.main) == 0
+    first = read_checkpoint(parts / "checkpoints" / "last.ckpt")["current_model_state"]
+    original = {"wan": WanTransformer3DModel, "sana": SanaTransformer2DModel}[kind].from_pretrained(
+        made / kind / "transformer"
+    )
+    changed = {
+        name
+        for name, tensor in original.state_dict().items()
+        if not torch.equal(first[f"net.transformer.{name}"], tensor)
+    }
+    layer = f"{'blocks' if kind == 'wan' else 'transformer_blocks'}.1.attn1."
+    assert changed and all(name.startswith(layer) for name in changed)
+    assert fit(made, kind, parts, *options, "--ckpt_path", "last", main=distill.main) == 0
+    one, other = (read_checkpoint(run / "checkpoints" / "last.ckpt")["state_dict"] for run in (whole, parts))
+    assert all(torch.equal(other[name], tensor) for name, tensor in one.items())
+    assert not torch.equal(one["net.transformer.proj_out.weight"], first["net.transformer.proj_out.weight"])
+
+
+def start(made: Path, run: Path, *args: object) -> subprocess.Popen[bytes]:
+    """Start a run of Wan in a process of its own."""
+    words = ("fit", "--model.transformer", made / "wan", "--data.root", made / "clips", "--run_dir", run)
+    options = ("--model.model_args", json.dumps(WAN_ARGS), "--trainer.accelerator", "cpu", "--data.num_workers", 0)
+    command = [sys.executable, "-m", "headmix_vision", "train-gen", *map(str, (*words, *options, *args))]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = read_checkpoint(run / "checkpoints" / "last.ckpt")["state_dict"]
+    return state
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_bit_equal(made: Path, tmp_path: Path) -> None:
+    options = ("--trainer.devices", 1, "--checkpoint_every_n_steps", 5, "--trainer.max_steps", 60)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert start(made, whole, *options).wait() == 0
+    process = start(made, killed, *options)
+    while not (killed / "checkpoints" / "last.ckpt").is_file():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert start(made, killed, *options, "--ckpt_path", "last").wait() == 0
+    assert all(torch.equal(weights(killed)[name], tensor) for name, tensor in weights(whole).items())
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_copies_and_in_shards_alike(made: Path, tmp_path: Path) -> None:
+    options = ("--trainer.devices", 2, "--trainer.max_steps", 4, "--trainer.precision", "32-true")
+    for strategy in ("ddp", "fsdp2"):
+        assert start(made, tmp_path / strategy, *options, "--trainer.strategy", strategy).wait() == 0
+    one, other = weights(tmp_path / "ddp"), weights(tmp_path / "fsdp2")
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_wrong_input_is_refused_in_one_line(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(message: str, status: int) -> None:
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+        assert status == 2 and len(lines) == 1 and message in lines[0], lines
+
+    def cache(rows: str, *args: object, vae: str = "sana") -> int:
+        (tmp_path / "table.csv").write_text(rows)
+        return call(
+            cache_latents.main,
+            *("--images", made / "images", "--prompts", tmp_path / "table.csv", "--vae", made / vae),
+            *("--out", tmp_path / "out", "--image-size", 16, "--device", "cpu", *args),
+        )
+
+    refused("has no prompt for 3 of 4 files, first 1.png", cache("path,prompt\n0.png,a\n"))
+    refused("line 2: there is no '9.png'", cache("path,prompt\n9.png,a\n"))
+    refused("line 3: 0.png has a prompt already", cache("path,prompt\n0.png,a\n0.png,b\n"))
+    refused("line 2: the prompt of 0.png is empty", cache("path,prompt\n0.png,\n"))
+    refused("it must have path and prompt", cache("path,label\n0.png,a\n"))
+    refused("is not a pipeline folder of diffusers", cache("", vae="wan/vae"))
+    refused("a size is height x width", cache("", "--sizes", "16"))
+
+    run = tmp_path / "run"
+    refused("layers must be a whole number from 0 to 1, got 2", fit(made, "wan", run, "--model.layers", "[2]"))
+    refused("did you mean block_grid", fit(made, "wan", run, "--model.model_args", "{block_gird: [1, 2, 2]}"))
+    refused("holds latents of images with 4 channels", fit(made, "wan", run, "--data.root", made / "pictures"))
+    refused("samples.every_n_steps must be null", fit(made, "wan", run, "--samples.every_n_steps", 5))
+    refused("model.vae=x/y does not apply", fit(made, "wan", run, "--model.vae", "x/y"))
+    shutil.copytree(made / "wan", tmp_path / "wan")
+    index = json.loads((tmp_path / "wan" / "model_index.json").read_text())
+    (tmp_path / "wan" / "model_index.json").write_text(json.dumps({**index, "_class_name": "FluxPipeline"}))
+    other = ("--model.transformer", tmp_path / "wan")
+    refused("is a FluxPipeline, it must be one of WanPipeline, SanaPipeline", fit(made, "wan", run, *other))
+    index["transformer"] = ["diffusers", "FluxTransformer2DModel"]
+    (tmp_path / "wan" / "model_index.json").write_text(json.dumps(index))
+    refused("is a FluxTransformer2DModel, it must be a WanTransformer3DModel", fit(made, "wan", run, *other))
+    shutil.rmtree(tmp_path / "wan")
+    make_wan(tmp_path / "wan", num_layers=1)
+    weights = tmp_path / "wan" / "vae" / "diffusion_pytorch_model.safetensors"
+    from safetensors.torch import load_file, save_file
+
+    save_file({name: value + 1 for name, value in load_file(weights).items()}, weights, {"format": "pt"})
+    refused("are of another autoencoder than", fit(made, "wan", run, *other, "--model.layers", "[0]"))
