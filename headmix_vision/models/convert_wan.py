@@ -5,8 +5,10 @@ B batch, N = T * H * W tokens, C width, H heads, D head dim, M blocks.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
@@ -26,8 +28,9 @@ from headmix_vision.models.convert import Conversion, fit
 from headmix_vision.models.converted import ConvertedModel, check_layers, new_mixing
 from headmix_vision.models.diffusers_features import found_by_diffusers
 from headmix_vision.models.headmix_vit import state_dict_in
-from headmix_vision.ops import TokenBlocks, TokenGrid
+from headmix_vision.ops import TokenBlocks, TokenGrid, TokenRanks
 from headmix_vision.ops.dispatch import as_axes
+from headmix_vision.ops.token_ranks import SEQUENCE
 
 RELEASE_GRID = (21, 30, 50)  # tokens of 81 frames at 480 x 800
 RELEASE_BLOCKS = (3, 5, 10)
@@ -35,15 +38,27 @@ _OPEN_GATE = 1.2784645427610738  # SiLU of this is 1
 
 
 class GridRotary(nn.Module):
-    """Rotary tables of the call with its token grid beside them: cos and sin [1, N, 1, D], (T, H, W)."""
+    """Rotary tables of the call, cos and sin [1, N, 1, D], beside a tensor of the shape of its token grid (T, H, W).
+
+    The grid is a tensor without memory of its own, as hooks of diffusers pass on tensors alone.
+    """
+
+    ranks: TokenRanks | None = None  # under context parallelism that takes equal parts
 
     def __init__(self, rotary: nn.Module, patch_size: tuple[int, int, int]) -> None:
         super().__init__()
         self.rotary, self.patch_size = rotary, tuple(patch_size)
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         grid = tuple(size // patch for size, patch in zip(hidden_states.shape[2:], self.patch_size, strict=True))
-        return *self.rotary(hidden_states), grid
+        tokens = math.prod(grid)
+        if self.ranks is not None and tokens % self.ranks.size:
+            raise InputError(
+                f"{tokens} tokens of a {'x'.join(map(str, grid))} grid are no multiple of {self.ranks.size} ranks:"
+                " choose another size, or ContextParallelConfig(..., ulysses_anything=True)."
+            )
+        cos, sin = self.rotary(hidden_states)
+        return cos, sin, cos.new_empty(()).expand(grid)
 
 
 class WanSoftmaxProcessor(WanAttnProcessor):
@@ -72,8 +87,11 @@ class WanMHLAProcessor(nn.Module):
         config: of the model, see :class:`WanMHLATransformer3DModel`. Its ``eps`` is that of the features and the norm.
 
     Shape:
-        ``hidden_states`` [B, N, C] -> [B, N, C]; ``rotary_emb`` as from :class:`GridRotary`.
+        ``hidden_states`` [B, N, C] -> [B, N, C]; ``rotary_emb`` as from :class:`GridRotary`. Under context parallelism
+        N and the rotary tables are of this rank's tokens, the grid is the full grid.
     """
+
+    ranks: TokenRanks | None = None
 
     def __init__(self, attn: Any, config: Any) -> None:
         super().__init__()
@@ -104,7 +122,8 @@ class WanMHLAProcessor(nn.Module):
             q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
         q, k, v = (x.unflatten(-1, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
         block_grid, options = self.mixing.blocks.block_grid, {"normalizer": self.normalizer, "eps": self.eps}
-        attend = bind_mhla_core(TokenGrid(grid), None, block_grid, None, feature_map="relu", impl="auto", **options)
+        places = TokenGrid(tuple(grid.shape))
+        attend = bind_mhla_core(places, self.ranks, block_grid, None, feature_map="relu", impl="auto", **options)
         sums = v.float() if v.dtype == torch.float16 else v  # over a clip's tokens they pass the range of float16
         rotation = cos[0, :, 0, ::2], sin[0, :, 0, ::2]  # diffusers holds each angle twice
         out = attend(q, k, sums, self.mixing(), *rotation)
@@ -140,7 +159,6 @@ class WanMHLATransformer3DModel(ConvertedModel, WanTransformer3DModel):
 
     ignore_for_config = ("wan",)
     _keep_in_fp32_modules: ClassVar[list[str]] = [*WanTransformer3DModel._keep_in_fp32_modules, "mixing"]
-    _cp_plan = None  # sequences split over devices would split blocks
     rope: nn.Module
 
     @register_to_config
@@ -169,6 +187,31 @@ class WanMHLATransformer3DModel(ConvertedModel, WanTransformer3DModel):
             if index not in layers:
                 processor._attention_backend = attn.processor._attention_backend
             attn.set_processor(processor)
+
+    def enable_parallelism(self, *, config: Any, cp_plan: Any = None) -> None:
+        """Divide work among devices as diffusers does; under context parallelism MHLA exchanges block summaries alone.
+
+        Each rank is called with the whole input and returns the whole output. Layers that keep softmax use diffusers'
+        ring or Ulysses attention. Gradients are those of the rank's tokens: their sum over the ranks is the whole.
+
+        Args:
+            config: a ``diffusers.ContextParallelConfig``, or another configuration that diffusers takes.
+            cp_plan: None, for diffusers' plan of Wan.
+
+        Raises:
+            InputError: for another plan and, when called, for tokens that are not a multiple of the ranks, unless the
+                configuration has ``ulysses_anything`` or ``ring_anything``.
+        """
+        if cp_plan is not None:
+            raise InputError("cp_plan does not apply to a converted Wan, whose layers follow diffusers' plan of Wan.")
+        super().enable_parallelism(config=config)
+        parallel = cast(Any, self._parallel_config).context_parallel_config
+        if parallel is None:
+            return
+        ranks = replace(TokenRanks.of(parallel._flattened_mesh), axis=SEQUENCE)
+        for block in self.blocks:
+            block.attn1.processor.ranks = ranks
+        cast(GridRotary, self.rope).ranks = None if parallel.ulysses_anything or parallel.ring_anything else ranks
 
 
 def _check_options(config: Any, depth: int) -> list[int]:
