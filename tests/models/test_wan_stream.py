@@ -8,7 +8,7 @@ from test_convert_wan import TINY, randomized
 
 from headmix_vision.diffusion.wan_stream import WanStreamPipeline
 from headmix_vision.models.convert import wan_to_mhla
-from headmix_vision.models.convert_wan import WanState
+from headmix_vision.models.wan_attention import WanState
 
 ROWS = {"block_grid": (3, 2, 3), "token_grid": (6, 4, 6), "causal": True}
 
