@@ -31,6 +31,11 @@ from headmix_vision.ops.runtime import forget_plans
 HOPPER = runtime.Gpu("no GPU", (9, 0), 227 << 10, 132)
 
 
+def is_tensor_or_address(argument: object) -> bool:
+    """Return whether a launch gets a tensor: the first of a kernel gets tensors, later ones get their addresses."""
+    return isinstance(argument, Tensor) or (type(argument) is int and argument >= 1 << 32)
+
+
 class EmptyKernel(CompiledKernel):  # type: ignore[misc]
     """A compiled kernel that runs nothing, and records its launches where a list is given."""
 
@@ -42,7 +47,7 @@ class EmptyKernel(CompiledKernel):  # type: ignore[misc]
 
     def note(self, x: int, y: int, z: int, stream: Any, function: Any, *rest: Any) -> None:
         if EmptyKernel.launches is not None:
-            arguments = [(a.dtype, a.shape, a.stride()) if isinstance(a, Tensor) else a for a in rest[4:]]
+            arguments = ["tensor" if is_tensor_or_address(a) else a for a in rest[4:]]
             EmptyKernel.launches.append((self.name, id(self), x, y, z, *arguments))
 
 

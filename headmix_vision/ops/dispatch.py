@@ -5,8 +5,10 @@ This file can be imported without Triton.
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial, wraps
 from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
@@ -14,13 +16,19 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.fx
 from torch import Tensor
+from torch._library.triton import triton_ops_to_kernels
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from headmix_vision.errors import InputError
 from headmix_vision.ops.runtime import (
+    INTERPRETED,
     NO_KERNELS,
     KernelFailed,
     constant_in_graphs,
     forgotten_with_plans,
+    give_compilers_the_assembler,
+    gpu_behind,
+    recorded,
     why_not_here,
 )
 
@@ -277,6 +285,109 @@ def warn_once(message: str) -> None:
         warnings.warn(message, stacklevel=2)
 
 
+COMPILED = "HEADMIX_VISION_COMPILED"
+COMPILED_WAYS = ("opaque", "inline", "auto")
+
+
+@constant_in_graphs
+def way_in_graphs() -> str:
+    """Return how compiled graphs hold the ops, from the environment variable ``HEADMIX_VISION_COMPILED``.
+
+    ``opaque``, the default: graphs call the ops. ``inline``: graphs launch the portable kernels themselves, without
+    Python, also from a package of AOTInductor. ``auto``: inline, except where MHLA has Gluon kernels for the GPU.
+
+    Raises:
+        InputError: if the variable has another value.
+    """
+    way = os.environ.get(COMPILED) or COMPILED_WAYS[0]
+    if way not in COMPILED_WAYS:
+        raise InputError(f"{COMPILED} must be one of {', '.join(COMPILED_WAYS)}, got {way!r}.")
+    return way
+
+
+def is_inline() -> bool:
+    """Return whether the graph that is being traced shall launch the kernels itself."""
+    return torch.compiler.is_compiling() and not INTERPRETED and way_in_graphs() != "opaque"
+
+
+class NotRecorded(Exception):
+    """A graph cannot launch the kernels of a call itself."""
+
+
+_LIBRARY = torch.library.Library("headmix_vision", "FRAGMENT")
+
+
+def register(name: str, run: Call, fake: Call, record: Call | None = None, kernels: Sequence[Any] = ()) -> Any:
+    """Register an op of ``torch.library``.
+
+    Compilers replace it, after they have derived its gradients. If ``record`` can, it puts its launches into the graph.
+    Else the graph calls the op ``<name>_kernels``, which runs the same function but has no gradients: a call of it
+    costs less.
+
+    Args:
+        name: of the op.
+        run: the function.
+        fake: allocates the outputs.
+        record: computes what ``run`` computes, of traced tensors; raises NotRecorded or KernelFailed if it cannot.
+        kernels: that ``record`` may launch. Cached graphs depend on their source.
+    """
+    op: Any = torch.library.custom_op(f"headmix_vision::{name}", run, mutates_args=())
+    op.register_fake(fake)
+    schema = torch.library.infer_schema(run, mutates_args=())
+    _LIBRARY.define(f"{name}_kernels{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(f"{name}_kernels", run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"headmix_vision::{name}_kernels", fake, lib=_LIBRARY)
+    inner = getattr(torch.ops.headmix_vision, f"{name}_kernels").default
+
+    def replace(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch._subclasses.fake_tensor import FakeTensor
+        from torch.export._trace import custom_triton_ops_decomposition_disabled
+
+        if not all(issubclass(kind, (FakeTensor, FunctionalTensor)) or kind in _PLAIN for kind in types):
+            return NotImplemented
+        if custom_triton_ops_decomposition_disabled():  # torch.export keeps ops
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        with mode:
+            if record is not None:
+                try:
+                    return record(*args, **(kwargs or {}))
+                except NotRecorded:
+                    pass
+            return inner(*args, **(kwargs or {}))
+
+    op.register_torch_dispatch(FunctionalTensorMode, replace)
+    if not INTERPRETED:
+        triton_ops_to_kernels[f"headmix_vision::{name}"] = list(kernels)
+    return op
+
+
+@contextmanager
+def record_launches(
+    fallback: bool, kind: tuple[Hashable, ...], tables: Mapping[int, Tensor] | None = None
+) -> Iterator[None]:
+    """Record the launches of an op on a device, the second entry of ``kind``, into the graph that is being traced.
+
+    Args:
+        fallback: let the op take the place of kernels that do not compile.
+        kind: what the kernels depend on.
+        tables: traced tensors by the ``id`` of the index table that each stands for.
+
+    Raises:
+        NotRecorded: if the kernels do not compile.
+    """
+    device: Any = kind[1]
+    if kind in FAILED:
+        raise NotRecorded
+    if gpu_behind(device).capability == (9, 0) and not INTERPRETED:
+        give_compilers_the_assembler()
+    try:
+        with recorded(tables or {}, check=fallback):
+            yield
+    except KernelFailed as error:
+        stand_in(error, fallback, *kind)
+        raise NotRecorded from error
+
+
 def without_dispatcher(op: Call, run: Call, *, differentiable: bool = False) -> Call:
     """Return a function that calls ``run`` for plain tensors, and else the op.
 
@@ -287,10 +398,17 @@ def without_dispatcher(op: Call, run: Call, *, differentiable: bool = False) -> 
     """
 
     def call(*args: Any) -> Any:
-        past = (differentiable or not torch.is_grad_enabled()) and is_eager() and all(map(_is_plain, args))
+        past = (differentiable or not torch.is_grad_enabled()) and is_eager() and _are_plain(args)
         return (run if past else op)(*args)
 
     return call
+
+
+_HOLD_NO_SUBCLASS = frozenset((*_OF_A_KIND, tuple, int, float, bool))  # tuples hold settings
+
+
+def _are_plain(arguments: Sequence[Any]) -> bool:
+    return _HOLD_NO_SUBCLASS.issuperset(map(type, arguments)) or all(map(_is_plain, arguments))
 
 
 def _is_plain(argument: Any) -> bool:

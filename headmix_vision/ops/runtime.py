@@ -9,6 +9,8 @@ import ctypes
 import inspect
 import math
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -195,6 +197,7 @@ def numerics(dtype: torch.dtype, gpu: Gpu, crowded: bool = False) -> Numerics:
 
 
 FIRST_RIGHT = (12, 9)
+_ASSEMBLER = "TRITON_PTXAS_PATH"
 TOOLS = ("ptxas", "ptxas_blackwell")  # as Triton's settings name them
 
 
@@ -334,14 +337,78 @@ class Layout(NamedTuple):
 
 
 def layout(x: Tensor) -> Layout:
-    return Layout(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
+    if not _recording.on:
+        # as Layout(...), in half the time
+        return tuple.__new__(Layout, (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0))
+    batch, *sizes = x.shape  # of a traced tensor; only the batch may be a symbol
+    aligned = int(x.storage_offset()) * x.element_size() % 16 == 0
+    return Layout(torch.Size((batch, *map(int, sizes))), tuple(map(int, x.stride())), x.dtype, x.device, aligned)
 
 
 def planned(plan: Callable[..., R]) -> Callable[..., R]:
-    """Cache what a function of layouts and other hashable arguments makes of them."""
+    """Cache what a function of layouts and other hashable arguments makes of them; recorded calls are not cached."""
     cached = lru_cache(maxsize=_MOST_PLANS)(plan)
     _forget.append(cached.cache_clear)
-    return cached
+
+    @wraps(plan)
+    def find(*args: Any) -> R:
+        return plan(*args) if _recording.on else cached(*args)
+
+    return find
+
+
+class _Recording(threading.local):
+    """Whether launches of this thread are recorded into a graph.
+
+    Attributes:
+        tables: the traced tensor for each index table, by the table's ``id``.
+        check: compile each kernel before it is recorded.
+    """
+
+    on = False
+    check = False
+    tables: Mapping[int, Tensor] = {}
+
+
+_recording = _Recording()
+
+
+def is_recording() -> bool:
+    return _recording.on
+
+
+@contextmanager
+def recorded(tables: Mapping[int, Tensor], check: bool = False) -> Iterator[None]:
+    """Record launches into the graph that is being traced; see :class:`_Recording`."""
+    _recording.on, _recording.tables, _recording.check = True, tables, check
+    try:
+        yield
+    finally:
+        _recording.on, _recording.tables, _recording.check = False, {}, False
+
+
+_HERE = nullcontext()
+
+
+def device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which the device of ``x`` is the current one; a recorded launch has a device by itself."""
+    is_current = _recording.on or not x.is_cuda or x.get_device() == torch._C._cuda_getDevice()
+    return _HERE if is_current else torch.cuda.device_of(x)
+
+
+def give_compilers_the_assembler() -> None:
+    """Let processes that compile for torch.compile use :func:`find_assembler` on Hopper, too.
+
+    They read ``TRITON_PTXAS_PATH`` when they start; those that run are replaced.
+    """
+    assembler = find_assembler()
+    if assembler is None or assembler.is_default:
+        return
+    os.environ[_ASSEMBLER] = assembler.path
+    find_assembler.cache_clear()
+    compilers: Any = sys.modules.get("torch._inductor.async_compile")
+    if compilers is not None:
+        compilers.shutdown_compile_workers()
 
 
 def forgotten_with_plans(table: dict[Any, Any]) -> dict[Any, Any]:
@@ -379,36 +446,63 @@ class Launch:
         self.kernel, self.numbers, self.constants = kernel, tuple(numbers), dict(constants)
         self.grid = (*grid, 1, 1)[:3]
         self._compiled: dict[tuple[bool | None, ...], Any] = {}
+        self._tables: list[int] = []  # which tensors are index tables
         if torch.version.hip is not None:
             self.constants.pop("maxnreg", None)  # AMD's compiler takes no number of registers
         self._rest = (*self.numbers, *(constants[name] for name in kernel.arg_names if name in constants))
 
     def __call__(self, *tensors: Tensor | None) -> None:
+        if _recording.on:
+            return self._record(tensors)
         # Triton compiles for types, for numbers that are 1 or multiples of 16, and for addresses that are.
-        aligned = tuple([None if x is None else x.data_ptr() % 16 == 0 for x in tensors])
-        compiled = self._compiled.get(aligned)
-        if compiled is not None:
-            compiled[self.grid](*tensors, *self._rest)
+        pointers = [x if x is None else x.data_ptr() for x in tensors]
+        aligned = tuple([x if x is None else x % 16 == 0 for x in pointers])
+        run = self._compiled.get(aligned)
+        if run is not None:
+            run(*pointers, *self._rest)  # of tensors the launcher would ask the driver
         else:
-            self._compiled[aligned] = self._compile_and_run(
-                tensors
-            )  # None from the interpreter, which compiles nothing
-        if tensors[0] is not None and tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            keep_for_graphs(x for x in tensors if x is not None and x.dtype in INDEX_TYPES)
+            compiled = self._compile_and_run(tensors)  # None from the interpreter, which compiles nothing
+            self._compiled[aligned] = compiled and compiled[self.grid]
+            self._tables = [i for i, x in enumerate(tensors) if x is not None and x.dtype in INDEX_TYPES]
+        if self._tables:
+            keep_for_graphs([tensors[i] for i in self._tables])
+
+    def _record(self, tensors: tuple[Tensor | None, ...]) -> None:
+        """Record the launch. Compiled graphs launch the kernel themselves, without a limit of registers."""
+        tensors = tuple(_recording.tables.get(id(x), x) for x in tensors)
+        constants = {name: value for name, value in self.constants.items() if name != "maxnreg"}
+        if _recording.check and torch.cuda.is_available():
+            self._compile_only(tensors, constants)
+        named = dict(zip(self.kernel.arg_names, (*tensors, *self.numbers), strict=False))
+        torch.library.wrap_triton(self.kernel)[self.grid](**named, **constants)
+
+    def _compile_only(self, tensors: Sequence[Tensor | None], constants: Mapping[str, Any]) -> None:
+        """Compile and load the kernel for addresses that are multiples of 16 and symbols that are."""
+        types = [x if x is None else x.dtype for x in tensors]
+        numbers = [16 if isinstance(number, torch.SymInt) else number for number in self.numbers]
+
+        def load() -> None:
+            self.kernel.warmup(*types, *numbers, grid=(1, 1, 1), **constants, **OPTIONS)[(1, 1, 1)]
+
+        self._compile(tensors, load)
 
     def _compile_and_run(self, tensors: tuple[Tensor | None, ...]) -> Any:
-        """Launch the kernel by Triton's own way, and return what it compiled.
+        """Launch the kernel by Triton's own way, and return what it compiled."""
+        launch = self.kernel[self.grid]
+        if INTERPRETED:
+            return launch(*tensors, *self.numbers, **self.constants)
+        return self._compile(tensors, lambda: launch(*tensors, *self.numbers, **self.constants, **OPTIONS))
+
+    def _compile(self, tensors: Sequence[Tensor | None], compile_kernel: Callable[[], R]) -> R:
+        """Compile the kernel for the device of the tensors.
 
         Raises:
             KernelFailed: with the reason.
         """
-        launch = self.kernel[self.grid]
-        if INTERPRETED:
-            return launch(*tensors, *self.numbers, **self.constants)
         device = next(x.device for x in tensors if x is not None)
         try:
             with right_assembler() if gpu_behind(device).capability == (9, 0) else nullcontext():
-                return launch(*tensors, *self.numbers, **self.constants, **OPTIONS)
+                return compile_kernel()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler raises

@@ -147,7 +147,7 @@ def test_nothing_to_convolve():
 
 def test_opcheck():
     leaves = [x.requires_grad_() for x in make(SMALL, (3, 3))[0]]
-    options = [4, 5], 1, 1, True, True, False
+    options = [4, 5], 1, 1, True, True, False, False
     torch.library.opcheck(torch.ops.headmix_vision.grid_conv.default, (*leaves, *options))
 
 

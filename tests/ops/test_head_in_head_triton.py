@@ -245,12 +245,12 @@ def test_opcheck(per_token, with_scan):
     inputs[6] = inputs[6] if with_scan else None
     forward = torch.ops.headmix_vision.head_in_head.default
     for save in (True, False):
-        arguments = (*(x if save or x is None else x.detach() for x in inputs), order, save, False)
+        arguments = (*(x if save or x is None else x.detach() for x in inputs), order, save, False, False)
         torch.library.opcheck(forward, arguments)
-    out, final, *saved = (x.detach() for x in forward(*inputs, order, True, False))
+    out, final, *saved = (x.detach() for x in forward(*inputs, order, True, False, False))
     plain = [x if x is None else x.detach() for x in inputs]
     for d_final in (None, torch.ones_like(final)):
-        arguments = (torch.ones_like(out), d_final, *plain, order, *saved, False)
+        arguments = (torch.ones_like(out), d_final, *plain, order, *saved, False, False)
         torch.library.opcheck(torch.ops.headmix_vision.head_in_head_backward.default, arguments)
 
 

@@ -102,6 +102,18 @@ def test_hopper_gets_an_assembler_that_is_right(gpu, monkeypatch):
     runtime.find_assembler.cache_clear()
 
 
+def test_processes_that_compile_for_graphs_start_again_with_the_right_assembler(monkeypatch):
+    found, stopped = runtime.find_assembler(), []
+    monkeypatch.setattr("torch._inductor.async_compile.shutdown_compile_workers", lambda: stopped.append(True))
+    monkeypatch.setenv(runtime._ASSEMBLER, "")
+    runtime.give_compilers_the_assembler()
+    assert stopped == [True] * (not found.is_default)
+    assert runtime.default_assembler((9, 0)).path == found.path
+    runtime.give_compilers_the_assembler()  # it is the default now
+    assert len(stopped) <= 1
+    runtime.find_assembler.cache_clear()
+
+
 def test_a_driver_does_not_load_code_of_a_later_assembler(monkeypatch):
     monkeypatch.setattr(runtime, "_driver_major", lambda: 11)
     runtime.find_assembler.cache_clear()

@@ -13,10 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headmix_vision.ops.dispatch import FAILED, as_function, gradients_of, stand_in, without_dispatcher
+from headmix_vision.ops.dispatch import (
+    FAILED,
+    NotRecorded,
+    as_function,
+    gradients_of,
+    is_inline,
+    record_launches,
+    register,
+    stand_in,
+    without_dispatcher,
+)
 from headmix_vision.ops.grid_conv import triton_kernels as launch
 from headmix_vision.ops.grid_conv.torch_impl import grid_conv_torch
-from headmix_vision.ops.runtime import KernelFailed
+from headmix_vision.ops.runtime import KernelFailed, device_of
 from headmix_vision.ops.token_grid import TokenGrid
 
 
@@ -24,15 +34,16 @@ def grid_conv_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None, grid: TokenGrid, residual: bool, silu: bool, fallback: bool = False
 ) -> Tensor:
     """Compute :func:`headmix_vision.ops.grid_conv` in kernels; for ``fallback`` see ``plan_triton`` of MHLA."""
-    shape = [*grid.shape]
-    out: Tensor = _call_forward(x, weight, bias, shape, grid.num_prefix_tokens, grid.repeats, residual, silu, fallback)
+    sizes = grid.shape, grid.num_prefix_tokens, grid.repeats
+    inline = is_inline() and not grid.num_prefix_tokens  # the kernels fill a part of the output, which graphs copy
+    out: Tensor = _call_forward(x, weight, bias, *sizes, residual, silu, fallback, inline)
     return out
 
 
 # Cached compiled graphs do not notice a change of an op's gradients: when their arguments change, rename the ops.
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, shape: list[int], prefix: int, repeats: int, residual: bool,
-    silu: bool, fallback: bool,
+    silu: bool, fallback: bool, inline: bool,
 ) -> Tensor:  # fmt: skip
     """Compute the convolved tokens."""
     out = x.new_empty(x.shape)
@@ -54,7 +65,7 @@ def _run_kernel(
     if prefix:
         out[:, :first] = F.silu(x[:, :first]) if silu else x[:, :first]
         x, tokens = x[:, first:], out[:, first:]
-    with torch.cuda.device_of(x):
+    with device_of(x):
         launch.conv(x, launch.taps_first(weight), bias, None, tokens, planes, residual, silu)
     return out
 
@@ -69,17 +80,22 @@ def _planes(shape: tuple[int, ...], repeats: int, extents: torch.Size) -> launch
     return launch.Planes.of(TokenGrid(shape, 0, repeats), tuple(extents))
 
 
-_forward_op = torch.library.custom_op("headmix_vision::grid_conv", _forward, mutates_args=())
+def _record(
+    x: Tensor, weight: Tensor, bias: Tensor | None, shape: list[int], prefix: int, repeats: int, residual: bool,
+    silu: bool, fallback: bool, inline: bool,
+) -> Tensor:  # fmt: skip
+    if not inline:
+        raise NotRecorded
+    with record_launches(fallback, _kind(x, weight, fallback)):
+        return _run_kernel(x, weight, bias, shape, prefix, repeats, residual, silu, x.new_empty(x.shape))
 
 
-@_forward_op.register_fake
-def _(x, weight, bias, shape, prefix, repeats, residual, silu, fallback):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape)
+_forward_op = register("grid_conv", _forward, lambda x, *_: x.new_empty(x.shape), _record, [launch.conv_kernel])
 
 
 def _gradients(
     d_out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, shape: list[int], prefix: int, repeats: int,
-    residual: bool, silu: bool, fallback: bool,
+    residual: bool, silu: bool, fallback: bool, inline: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of the input, of the weight and of a bias."""
     d_x, d_weight, d_bias = _like_gradients(x, weight, bias)
@@ -113,7 +129,7 @@ def _run_backward_kernels(
         d_prefix, of = d_out[:, :first], x[:, :first]
         d_x[:, :first] = torch.ops.aten.silu_backward(d_prefix, of) if silu else d_prefix
         x, d_out, d_tokens = x[:, first:], d_out[:, first:], d_x[:, first:]
-    with torch.cuda.device_of(x):
+    with device_of(x):
         if silu:
             d_sum = d_out.new_empty(d_out.shape)
             launch.conv(x, taps, bias, d_out, d_sum, planes, residual, silu)
@@ -128,13 +144,26 @@ def _like_gradients(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Ten
     return x.new_empty(x.shape), weight.new_empty(weight.shape), like.new_empty(len(weight))
 
 
-_gradients_op = torch.library.custom_op("headmix_vision::grid_conv_gradients", _gradients, mutates_args=())
+def _record_gradients(
+    d_out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, shape: list[int], prefix: int, repeats: int,
+    residual: bool, silu: bool, fallback: bool, inline: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if not inline:
+        raise NotRecorded
+    with record_launches(fallback, _kind(x, weight, fallback)):
+        return _run_backward_kernels(
+            d_out, x, weight, bias, shape, prefix, repeats, residual, silu, *_like_gradients(x, weight, bias)
+        )
+
+
+_gradients_op = register(
+    "grid_conv_gradients",
+    _gradients,
+    lambda d_out, x, weight, bias, *_: _like_gradients(x, weight, bias),
+    _record_gradients,
+    [launch.conv_kernel, launch.weight_gradient_kernel, launch.sum_parts_kernel],
+)
 _call_gradients = without_dispatcher(_gradients_op, _gradients)
-
-
-@_gradients_op.register_fake
-def _(d_out, x, weight, bias, shape, prefix, repeats, residual, silu, fallback):  # type: ignore[no-untyped-def]
-    return _like_gradients(x, weight, bias)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

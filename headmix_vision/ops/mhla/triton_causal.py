@@ -23,10 +23,11 @@ from headmix_vision.ops.mhla.triton_launch import (
     Forward,
     Gradients,
     choose_tiles,
-    gradient,
     kernel_constants,
+    key_gradients,
     pack_size,
     parts,
+    query_gradient,
     row_strides,
 )
 from headmix_vision.ops.mhla.triton_pairwise import (
@@ -49,6 +50,7 @@ from headmix_vision.ops.mhla.triton_tiles import (
     dot_matrix_transposed,
     feature_gradients,
     features,
+    key_and_value_gradients,
     load_matrix,
     load_rows,
     load_vector,
@@ -204,6 +206,7 @@ def causal_backward_key_kernel(
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of keys and values from R and r of the parts after, and from the queries of their own part."""
+    d_k, d_v = key_and_value_gradients(d_k, d_v, H * D)
     pid = tl.program_id(0)
     key = pid % tiles * BT
     part = pid // tiles % C
@@ -306,7 +309,7 @@ def causal_backward(call: Backward) -> Gradients:
 
     mixed = summary.mix(summaries, weights.before, settings)
     t, launch = _plan(causal_backward_query_kernel, True, (l_q, l_k, l_v, l_out, l_d_out), l_v, stride, settings, pack)
-    d_q, d_scale = gradient(q, packed, 0), q.new_empty(B, H, N, dtype=torch.float32)
+    d_q, d_scale = query_gradient(q, packed), q.new_empty(B, H, N, dtype=torch.float32)
     d_own = q.new_empty(B, H, len(t), launch.grid[0] // (B * H * len(t)), dtype=torch.float32)
     launch(q, k, v, *mixed, weights.own, out, inverse, d_out, d_q, d_scale, d_own, t)
     del mixed
@@ -317,7 +320,7 @@ def causal_backward(call: Backward) -> Gradients:
     from_mixing = summary.mixing_gradient(of_gradients, summaries, weights.before, settings)
 
     t, launch = _plan(causal_backward_key_kernel, True, (l_q, l_k, l_v, l_d_out), l_v, stride, settings, pack)
-    d_k, d_v = gradient(k, packed, 1), gradient(v, packed, 2)
+    d_k, d_v = key_gradients(k, v, packed)
     launch(q, k, v, *from_mixing.mixed, weights.own, inverse, d_out, d_scale, d_k, d_v, t)
 
     d_parts = from_mixing.mixing.tril(-1) + d_own.sum((0, 3) if mixing.ndim == 3 else (0, 1, 3)).diag_embed()

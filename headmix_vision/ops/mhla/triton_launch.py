@@ -16,7 +16,7 @@ from torch import Tensor
 from headmix_vision.ops.mhla import triton_tiles as shared
 from headmix_vision.ops.mhla import triton_tuning as tuning
 from headmix_vision.ops.mhla.torch_impl import Settings
-from headmix_vision.ops.runtime import Launch, Layout, cached_tables, numerics, planned
+from headmix_vision.ops.runtime import Launch, Layout, cached_tables, is_recording, numerics, planned
 from headmix_vision.ops.token_blocks import TokenBlocks
 
 _CPU = torch.empty(0)
@@ -155,6 +155,16 @@ def gradient(x: Tensor, packed: Tensor | None, part: int) -> Tensor:
     return x.new_empty(x.shape) if packed is None else packed[:, :, part]
 
 
+def query_gradient(q: Tensor, packed: Tensor | None) -> Tensor:
+    """Allocate the gradient of queries for a kernel, or give it the packed tensor, which begins with that."""
+    return q.new_empty(q.shape) if packed is None else packed
+
+
+def key_gradients(k: Tensor, v: Tensor, packed: Tensor | None) -> tuple[Tensor, Any]:
+    """Allocate the gradients of keys and values for a kernel, or give it the packed tensor, where it finds both."""
+    return (k.new_empty(k.shape), v.new_empty(v.shape)) if packed is None else (packed, None)
+
+
 def pack_size(packed: Tensor | None) -> int:
     """Count the gradients that lie in one tensor."""
     return 1 if packed is None else packed.shape[2]
@@ -199,8 +209,10 @@ def _sum_rows(rows: int, columns: int, device: torch.device) -> RowSum:  # compi
 def sum_leading(x: Tensor, dims: int) -> Tensor:
     """Sum over the first ``dims`` dims of a contiguous float32 tensor, in an order fixed by the shape.
 
-    torch.sum takes eight times as long on a tall matrix.
+    torch.sum takes eight times as long on a tall matrix. A graph has its own sum.
     """
+    if is_recording():
+        return x.sum(tuple(range(dims)))
     shape = x.shape[dims:]
     x = x.reshape(-1, shape.numel())
     while len(x) > 1:

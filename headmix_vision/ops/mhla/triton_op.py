@@ -7,8 +7,9 @@ repeated calls are bit-equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,16 +17,23 @@ from torch import Tensor
 
 from headmix_vision.ops.dispatch import (
     FAILED,
+    NotRecorded,
     are_traced_parts,
     as_function,
     gradients_of,
+    is_inline,
+    record_launches,
+    register,
     split_parts,
     stand_in,
+    way_in_graphs,
     without_dispatcher,
 )
 from headmix_vision.ops.mhla import triton_causal as causal
 from headmix_vision.ops.mhla import triton_pairwise as pairwise
 from headmix_vision.ops.mhla import triton_summary as summary
+from headmix_vision.ops.mhla import triton_tiles as shared
+from headmix_vision.ops.mhla.hopper import launch as hopper
 from headmix_vision.ops.mhla.regimes import choose_regime
 from headmix_vision.ops.mhla.torch_impl import (
     Settings,
@@ -36,9 +44,18 @@ from headmix_vision.ops.mhla.torch_impl import (
     unpack,
     unpack_cached,
 )
-from headmix_vision.ops.mhla.triton_launch import Backward, Forward, Gradients, Saved, gradient
+from headmix_vision.ops.mhla.triton_launch import Backward, Forward, Gradients, Saved, gradient, parts
 from headmix_vision.ops.mhla.triton_ranks import mhla_triton_of_rank
-from headmix_vision.ops.runtime import KernelFailed, autocast_off, storage_dtype
+from headmix_vision.ops.runtime import (
+    KernelFailed,
+    Layout,
+    autocast_off,
+    cached_tables,
+    constant_in_graphs,
+    device_of,
+    recorded,
+    storage_dtype,
+)
 from headmix_vision.ops.token_blocks import BlocksOfRank, to_blocks
 
 
@@ -58,18 +75,99 @@ def plan_triton(
         return partial(mhla_triton_of_rank, settings=settings)
     regime = regime or choose_regime(settings.blocks, q.shape[-1], v.shape[-1], settings.causal)
     settings = settings._replace(regime=regime)
-    return partial(mhla_triton, settings=settings, packed=settings.pack())
+    return partial(mhla_triton, settings=settings, packed=tuple(settings.pack()))
 
 
-def mhla_triton(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settings, packed: list[int]) -> Tensor:
+def mhla_triton(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Settings, packed: Sequence[int]) -> Tensor:
     """Compute :func:`headmix_vision.ops.mhla` in the regime of the settings, which ``packed`` holds for the op."""
     if settings.causal:
         mixing = mixing.tril()  # nothing is computed with weights of later blocks
     denominator = None
     if settings.normalizer == "source_block":
         denominator = _source_block_denominator(q, k, mixing, settings)
-    out: Tensor = _call_forward(q, k, v, mixing, denominator, packed)[0]
+    tables = _tables_of_graph(q, v, packed) if is_inline() else None
+    out: Tensor = _call_forward(q, k, v, mixing, denominator, tables, packed)[0]
     return out
+
+
+_TABLES = ModuleType("tables")  # of graphs: torch.compile reads an attribute of a module when it comes to it
+
+
+def _tables_of_graph(q: Tensor, v: Tensor, packed: Sequence[int]) -> Tensor | None:
+    """Return the index tables that a graph needs to launch the kernels itself; None where it calls the op."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    if not all(has_static_value(number) for number in packed):  # a graph for grids of all sizes
+        return None
+    name = _name_tables(tuple(packed), q.shape[2], q.shape[3], v.shape[3], q.dtype, q.device)
+    return None if name is None else getattr(_TABLES, name)
+
+
+@constant_in_graphs
+def _name_tables(packed: tuple[int, ...], *kind: Any) -> str | None:
+    """Put the tables of a graph into ``_TABLES``, and return their name."""
+    if way_in_graphs() == "auto" and _is_for_hopper(packed, *kind):
+        return None
+    tables = _joined_tables(packed, *kind)
+    name = f"tables_{id(tables)}"  # which keeps them
+    setattr(_TABLES, name, tables)
+    torch._dynamo.mark_static_address(tables, guard=False)
+    return name
+
+
+def _rows(call: Settings, H: int, D: int, dtype: torch.dtype, device: torch.device) -> Layout:
+    """Describe packed queries, keys or values of one image."""
+    N = call.blocks.num_tokens
+    return Layout(torch.Size((1, N, H, D)), (N * H * D, H * D, D, 1), dtype, device, True)
+
+
+def _is_for_hopper(packed: tuple[int, ...], H: int, D: int, Dv: int, dtype: torch.dtype, device: torch.device) -> bool:
+    call = unpack_cached(packed)
+    q, v = _rows(call, H, D, dtype, device), _rows(call, H, Dv, dtype, device)
+    return call.regime == "pairwise" and hopper.takes_forward(q, q, v, call)
+
+
+@lru_cache(maxsize=256)
+def _index_tables(
+    packed: tuple[int, ...], H: int, D: int, Dv: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    """List the index tables that the portable kernels of both passes take."""
+    call = unpack_cached(packed)
+    M, pack = call.blocks.num_blocks, 1
+    q, v = _rows(call, H, D, dtype, device), _rows(call, H, Dv, dtype, device)
+    mixing = Layout(torch.Size((M, M)), (M, 1), torch.float32, device, True)
+    tables: list[Tensor] = []
+    with recorded({}):  # the plans of graphs, which have no Gluon kernels
+        if call.regime == "pairwise":
+            tables.append(pairwise._pairwise_forward(q, q, v, mixing, call).table)
+            for_query = pairwise._pairwise_backward_query(q, q, v, v, v, mixing, pack, call)
+            for plan in (for_query, pairwise._pairwise_backward_key(q, q, v, v, mixing, pack, call)):
+                tables += plan.places[:2]
+        elif call.causal:
+            tables.append(parts(call.blocks, summary.parts_of_a_block(call), device))
+        else:
+            of_forward = summary._summarize(q, v, call), summary._apply(q, v, call)
+            of_backward = summary._backward_query(q, v, pack, call), summary._backward_key(q, v, pack, call)
+            tables += (plan.table for plan in (*of_forward, *of_backward))
+    return tuple({id(table): table for table in tables}.values())
+
+
+@cached_tables
+def _joined_tables(packed: tuple[int, ...], *kind: Any) -> Tensor:
+    """Join all index tables: int32 [numbers]."""
+    return torch.cat([table.flatten() for table in _index_tables(packed, *kind)])
+
+
+def _traced_tables(joined: Tensor | None, q: Tensor, v: Tensor, settings: Sequence[int]) -> dict[int, Tensor]:
+    """Return the traced tensor for each index table.
+
+    They are copies: PyTorch takes a table for an output where a token from it makes the address of one.
+    """
+    if joined is None:
+        raise NotRecorded
+    tables = _index_tables(tuple(settings), q.shape[2], q.shape[3], v.shape[3], q.dtype, q.device)
+    traced = joined.split([table.numel() for table in tables])
+    return {id(table): x.clone().view(table.shape) for table, x in zip(tables, traced, strict=True)}
 
 
 def _source_block_denominator(q: Tensor, k: Tensor, mixing: Tensor, settings: Settings) -> Tensor:
@@ -86,29 +184,42 @@ def _source_block_denominator(q: Tensor, k: Tensor, mixing: Tensor, settings: Se
         )
 
 
-def _saved(q: Tensor, v: Tensor, settings: Settings) -> Saved:
-    """Allocate buffers of the sizes that the settings ask for."""
+def _saved(q: Tensor, v: Tensor, settings: Settings, denominator: Tensor | None = None) -> Saved:
+    """Allocate buffers of the sizes that the settings ask for, and invert a given denominator."""
     B, N, H, D = q.shape
     M = summary.count_summaries(settings) if settings.regime == "summary" else 0
     return Saved(
-        q.new_empty(B, H, N if settings.normalizer else 0, dtype=torch.float32),
+        q.new_empty(B, H, N if settings.normalizer else 0, dtype=torch.float32)
+        if denominator is None
+        else denominator.reciprocal(),
         q.new_empty(B, H, M, D, v.shape[-1], dtype=storage_dtype(q.dtype)),
         q.new_empty(B, H, M if settings.normalizer == "paper" else 0, D, dtype=torch.float32),
     )
 
 
+_FORWARD_KERNELS = (
+    pairwise.pairwise_forward_kernel, pairwise.resident_forward_kernel, summary.summarize_kernel, summary.mix_kernel,
+    summary.apply_kernel, causal.causal_apply_kernel, shared.expand_runs_kernel,
+)  # fmt: skip
+_BACKWARD_KERNELS = (
+    pairwise.pairwise_backward_query_kernel, pairwise.pairwise_backward_key_kernel, shared.fold_runs_kernel,
+    pairwise.resident_backward_key_kernel, summary.backward_query_kernel, summary.backward_key_kernel,
+    summary.mixing_gradient_kernel, causal.causal_backward_query_kernel, causal.causal_backward_key_kernel,
+    causal.summarize_gradients_kernel,
+)  # fmt: skip
+
+
 # Cached compiled graphs do not notice a change of an op's gradients: when their arguments change, rename the ops.
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, denominator: Tensor | None, settings: list[int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, denominator: Tensor | None, tables: Tensor | None,
+    settings: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the output and :class:`Saved` from packed settings and, for "source_block", the denominator [B, H, N]."""
     call = unpack_cached(settings)
-    out, saved = v.new_empty(v.shape), _saved(q, v, call)
-    if denominator is not None:
-        torch.reciprocal(denominator, out=saved.inverse)
+    out, saved = v.new_empty(v.shape), _saved(q, v, call, denominator)
     if out.numel() and not (FAILED and _kind(q, v, call) in FAILED):
         try:
-            with torch.cuda.device_of(q):
+            with device_of(q):
                 return out, *_run_kernels(Forward(q, k, v, mixing, out, saved, call))
         except KernelFailed as error:
             stand_in(error, call.fallback, *_kind(q, v, call))
@@ -143,12 +254,23 @@ def _in_torch(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, denominator: Tens
     return (out / denominator.transpose(1, 2)[..., None]).to(v.dtype)
 
 
-_forward_op = torch.library.custom_op("headmix_vision::mhla_forward", _forward, mutates_args=())
-
-
-@_forward_op.register_fake
-def _(q, k, v, mixing, denominator, settings):  # type: ignore[no-untyped-def]
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, denominator: Any, tables: Any, settings: list[int]
+) -> tuple[Tensor, ...]:
     return v.new_empty(v.shape), *_saved(q, v, unpack(settings))
+
+
+def _record(
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, denominator: Tensor | None, tables: Tensor | None,
+    settings: list[int],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    traced, call = _traced_tables(tables, q, v, settings), unpack_cached(settings)
+    out, saved = v.new_empty(v.shape), _saved(q, v, call, denominator)
+    with record_launches(call.fallback, _kind(q, v, call), traced):
+        return out, *_run_kernels(Forward(q, k, v, mixing, out, saved, call))
+
+
+_forward_op = register("mhla_forward", _forward, _fake, _record, _FORWARD_KERNELS)
 
 
 def _backward_parts(
@@ -161,6 +283,7 @@ def _backward_parts(
     inverse: Tensor,
     summary_matrix: Tensor,
     summary_vector: Tensor,
+    tables: Tensor | None,
     settings: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute gradients of q, k, v, mixing and a given denominator: pairwise with an ``out``, else from summaries."""
@@ -179,19 +302,13 @@ def _packed_backward(
     inverse: Tensor,
     summary_matrix: Tensor,
     summary_vector: Tensor,
+    tables: Tensor | None,
     settings: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``mhla_gradients`` for v of the shape of q, the first three of them as one tensor [B, N, 3, H, D]."""
     d_qkv, saved = _packed_gradient(q), Saved(inverse, summary_matrix, summary_vector)
     gradients = _gradients(Backward(d_out, q, k, v, mixing, out, saved, d_qkv, unpack_cached(settings)))
     return d_qkv, gradients.mixing, gradients.denominator
-
-
-_gradients_op = torch.library.custom_op("headmix_vision::mhla_gradients", _backward_parts, mutates_args=())
-_packed_gradients_op = torch.library.custom_op(
-    "headmix_vision::mhla_packed_gradients", _packed_backward, mutates_args=()
-)
-_call_gradients = without_dispatcher(_gradients_op, _backward_parts)
 
 
 def _packed_gradient(q: Tensor) -> Tensor:
@@ -210,13 +327,18 @@ def _gradients(call: Backward) -> Gradients:
         gradients = _gradients_in_torch(call)
     else:
         try:
-            with torch.cuda.device_of(q):
+            with device_of(q):
                 gradients = _run_backward_kernels(call)
         except KernelFailed as error:
             stand_in(error, settings.fallback, *_kind(q, v, settings))
             gradients = _gradients_in_torch(call)
-    given = settings.normalizer == "source_block"
-    denominator = gradients.denominator if given else torch.empty_like(saved.inverse[..., :0])
+    return _of_inputs(gradients, call)
+
+
+def _of_inputs(gradients: Gradients, call: Backward) -> Gradients:
+    """Give the mixing's gradient the type of the mixing, and leave out that of a denominator that was not given."""
+    given = call.settings.normalizer == "source_block"
+    denominator = gradients.denominator if given else torch.empty_like(call.saved.inverse[..., :0])
     return gradients._replace(mixing=gradients.mixing.to(call.mixing.dtype), denominator=denominator)
 
 
@@ -244,20 +366,45 @@ def _empty_denominator_gradient(inverse: Tensor, settings: list[int]) -> Tensor:
     return torch.empty_like(inverse if unpack(settings).normalizer == "source_block" else inverse[..., :0])
 
 
-@_gradients_op.register_fake
-def _(d_out, q, k, v, mixing, out, inverse, summary_matrix, summary_vector, settings):  # type: ignore[no-untyped-def]
-    return *(x.new_empty(x.shape) for x in (q, k, v, mixing)), _empty_denominator_gradient(inverse, settings)
+def _fake_parts(d_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    d_inputs = [x.new_empty(x.shape) for x in arguments[:4]]
+    return *d_inputs, _empty_denominator_gradient(arguments[5], arguments[-1])
 
 
-@_packed_gradients_op.register_fake
-def _(d_out, q, k, v, mixing, out, inverse, summary_matrix, summary_vector, settings):  # type: ignore[no-untyped-def]
-    return _packed_gradient(q), mixing.new_empty(mixing.shape), _empty_denominator_gradient(inverse, settings)
+def _fake_packed(d_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    q, mixing = arguments[0], arguments[3]
+    return _packed_gradient(q), mixing.new_empty(mixing.shape), _empty_denominator_gradient(arguments[5], arguments[-1])
+
+
+def _record_gradients(packed: Tensor | None, d_out: Tensor, *arguments: Any) -> Gradients:
+    q, k, v, mixing, out, *saved, tables, settings = arguments
+    traced, call = _traced_tables(tables, q, v, settings), unpack_cached(settings)
+    with record_launches(call.fallback, _kind(q, v, call), traced):
+        backward = Backward(d_out, q, k, v, mixing, out, Saved(*saved), packed, call)
+        return _of_inputs(_run_backward_kernels(backward), backward)
+
+
+def _record_parts(*arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(_record_gradients(None, *arguments))
+
+
+def _record_packed(*arguments: Any) -> tuple[Tensor, ...]:
+    d_qkv = _packed_gradient(arguments[1])
+    gradients = _record_gradients(d_qkv, *arguments)
+    return d_qkv, gradients.mixing, gradients.denominator
+
+
+_gradients_op = register("mhla_gradients", _backward_parts, _fake_parts, _record_parts, _BACKWARD_KERNELS)
+_packed_gradients_op = register(
+    "mhla_packed_gradients", _packed_backward, _fake_packed, _record_packed, _BACKWARD_KERNELS
+)
+_call_gradients = without_dispatcher(_gradients_op, _backward_parts)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, mixing, denominator, settings = inputs
+    q, k, v, mixing, denominator, tables, settings = inputs
     out, *saved = output
-    ctx.save_for_backward(q, k, v, mixing, out if needs_output(settings) else None, *saved)
+    ctx.save_for_backward(q, k, v, mixing, out if needs_output(settings) else None, *saved, tables)
     ctx.given, ctx.settings = denominator is not None, settings
     ctx.mark_non_differentiable(*saved)
     ctx.set_materialize_grads(False)
@@ -265,7 +412,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, d_out: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if d_out is None:
-        return (None,) * 6
+        return (None,) * 7
     q, k, v, *saved = ctx.saved_tensors
     arguments = (d_out, q, k, v, *saved, ctx.settings)
     if are_traced_parts((q, k, v)):
@@ -273,7 +420,7 @@ def _backward(ctx: Any, d_out: Tensor | None, *_: Tensor | None) -> tuple[Any, .
         d_q, d_k, d_v = split_parts(d_qkv)
     else:
         d_q, d_k, d_v, d_mixing, d_denominator = _call_gradients(*arguments)
-    return d_q, d_k, d_v, d_mixing, d_denominator if ctx.given else None, None
+    return d_q, d_k, d_v, d_mixing, d_denominator if ctx.given else None, None, None
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -27,11 +27,12 @@ from headmix_vision.ops.mhla.triton_launch import (
     Places,
     block_of_token,
     choose_tiles,
-    gradient,
     kernel_constants,
+    key_gradients,
     mixing_strides,
     pack_size,
     places,
+    query_gradient,
     row_strides,
     sum_leading,
 )
@@ -41,6 +42,7 @@ from headmix_vision.ops.mhla.triton_tiles import (
     dot_rows,
     feature_gradients,
     features,
+    key_and_value_gradients,
     load_rows,
     present_features,
     row_products,
@@ -372,6 +374,7 @@ def pairwise_backward_key_kernel(
     NORMALIZER: tl.constexpr, FEATURE_MAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
+    d_k, d_v = key_and_value_gradients(d_k, d_v, H * D)
     tiles = tl.cdiv(places, BK)
     pid_bh = tl.program_id(0) // tiles
     key = tl.program_id(0) % tiles * BK
@@ -421,6 +424,7 @@ def resident_backward_key_kernel(
     PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Run one program for each head."""
+    d_k, d_v = key_and_value_gradients(d_k, d_v, H * D)
     b, h = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
     p_q = rows_of_head(q, b, h, q_b, q_h, ALIGN)
     p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
@@ -661,7 +665,7 @@ def pairwise_backward(call: Backward) -> Gradients:
             hopper.leave_out(error, settings)
 
     plan = _pairwise_backward_query(*layouts, *options)
-    d_q = gradient(q, packed, 0)
+    d_q = query_gradient(q, packed)
     by_place = settings.normalizer == "paper"
     d_scale = q.new_empty(B, H, plan.places.num_places if by_place else N, dtype=torch.float32)
     tensors = (q, k, v, out, d_out, inverse, d_q, d_scale)
@@ -676,6 +680,6 @@ def pairwise_backward(call: Backward) -> Gradients:
     d_mixing = _mixing_gradient_of_runs(d_weights, plan, settings.blocks.num_blocks)
 
     t, weights, launch = _pairwise_backward_key(*inputs, l_d_out, *options)
-    d_k, d_v = gradient(k, packed, 1), gradient(v, packed, 2)
+    d_k, d_v = key_gradients(k, v, packed)
     launch(q, k, v, weights(mixing), inverse, d_out, d_scale, d_k, d_v, t.tokens)
     return Gradients(d_q, d_k, d_v, d_mixing, d_scale)

@@ -16,7 +16,7 @@ from headmix_vision.ops.dispatch import FAILED, as_function, gradients_of, stand
 from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla.exchange import mix_over_ranks
 from headmix_vision.ops.mhla.torch_impl import Settings, apply_feature_map, unpack
-from headmix_vision.ops.runtime import KernelFailed, storage_dtype
+from headmix_vision.ops.runtime import KernelFailed, device_of, storage_dtype
 from headmix_vision.ops.token_blocks import BlocksOfRank, to_blocks, to_tokens
 from headmix_vision.ops.token_ranks import TokenRanks
 
@@ -25,7 +25,7 @@ def mhla_triton_of_rank(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, setting
     """Compute :func:`headmix_vision.ops.mhla` for the tokens of a rank, by its settings with ``BlocksOfRank``."""
     blocks = settings.blocks
     assert isinstance(blocks, BlocksOfRank)
-    packed = [blocks.ranks.rank, blocks.ranks.size, blocks.ranks.axis, *settings.pack()]
+    packed = (blocks.ranks.rank, blocks.ranks.size, blocks.ranks.axis, *settings.pack())
     matrix, vector = _call_summarize(k, v, packed)
     summaries = (matrix, vector) if settings.normalizer == "paper" else (matrix,)
     mixed = mix_over_ranks(mixing, blocks, storage_dtype(q.dtype), *summaries)
@@ -52,7 +52,7 @@ def _summarize(k: Tensor, v: Tensor, settings: list[int]) -> tuple[Tensor, Tenso
         return _empty_summaries(k, v, call)
     if not (FAILED and _kind(k, v.shape[-1], call) in FAILED):
         try:
-            with torch.cuda.device_of(k):
+            with device_of(k):
                 return tuple(summary.summarize(k, v, call))  # type: ignore[return-value]
         except KernelFailed as error:
             stand_in(error, call.fallback, *_kind(k, v.shape[-1], call))
@@ -101,7 +101,7 @@ def _summary_gradients(
     if not (FAILED and _kind(k, v.shape[-1], call) in FAILED):
         gradients = summary.Summaries(d_matrix.to(storage_dtype(k.dtype)).contiguous(), d_vector.contiguous())
         try:
-            with torch.cuda.device_of(k):
+            with device_of(k):
                 return summary.backward_key(k, v, gradients, None, call)
         except KernelFailed as error:
             stand_in(error, call.fallback, *_kind(k, v.shape[-1], call))
@@ -116,7 +116,7 @@ def _apply(q: Tensor, matrix: Tensor, vector: Tensor, settings: list[int]) -> tu
     kind = _kind(q, out.shape[-1], call)
     if out.numel() and not (FAILED and kind in FAILED):
         try:
-            with torch.cuda.device_of(q):
+            with device_of(q):
                 summary.apply(q, _mixed(q, matrix, vector), inverse, out, call)
             return out, inverse
         except KernelFailed as error:
@@ -143,7 +143,7 @@ def _output_gradients(
     call = _cached(tuple(settings))
     if not (FAILED and _kind(q, d_out.shape[-1], call) in FAILED):
         try:
-            with torch.cuda.device_of(q):
+            with device_of(q):
                 d_q, _, d_summaries = summary.backward_query(q, _mixed(q, matrix, vector), inverse, d_out, None, call)
             return d_q, *d_summaries
         except KernelFailed as error:

@@ -23,12 +23,13 @@ from headmix_vision.ops.mhla.triton_launch import (
     Backward,
     Gradients,
     choose_tiles,
-    gradient,
     kernel_constants,
+    key_gradients,
     mixing_strides,
     normalizer_name,
     pack_size,
     parts,
+    query_gradient,
     row_strides,
     sum_leading,
 )
@@ -49,6 +50,7 @@ from headmix_vision.ops.mhla.triton_tiles import (
     feature_gradients,
     features,
     halves,
+    key_and_value_gradients,
     load_matrix,
     load_rows,
     load_vector,
@@ -360,6 +362,7 @@ def backward_key_kernel(
     REVERSED: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of keys and values from the mixed summaries R, r. PACK: see ``triton_launch.gradient``."""
+    d_k, d_v = key_and_value_gradients(d_k, d_v, H * D)
     b, h, part, pid_bh = program(H, C, REVERSED)
     owner = pid_bh * M + part // split
     p_k = rows_of_head(k, b, h, k_b, k_h, ALIGN)
@@ -622,7 +625,7 @@ def backward_query(
 ) -> QueryGradients:
     B, N, H, D = q.shape
     t, launch = _backward_query(layout(q), layout(d_out), pack_size(packed), settings)
-    d_q = gradient(q, packed, 0)
+    d_q = query_gradient(q, packed)
     d_denominator = q.new_empty(B, H, N, dtype=torch.float32)
     summaries = part_summaries(q, d_out, settings)
     launch(q, *mixed, inverse, d_out, d_q, d_denominator, *summaries, t)
@@ -692,6 +695,6 @@ def backward_key(
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of keys and values from the mixed summaries of queries and output gradients."""
     t, launch = _backward_key(layout(k), layout(v), pack_size(packed), settings)
-    d_k, d_v = gradient(k, packed, 1), gradient(v, packed, 2)
+    d_k, d_v = key_gradients(k, v, packed)
     launch(k, v, *mixed, d_k, d_v, t)
     return d_k, d_v

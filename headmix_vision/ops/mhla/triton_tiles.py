@@ -487,6 +487,15 @@ def fold_runs_kernel(d_weights, d_mixing, blocks, runs, height, width, M, TILE: 
 
 
 @triton.jit
+def key_and_value_gradients(d_k, d_v, width):
+    """Point to the gradients of keys and values; without ``d_v`` they follow that of queries in one tensor."""
+    if d_v is None:
+        return d_k + width, d_k + 2 * width
+    else:
+        return d_k, d_v
+
+
+@triton.jit
 def sum_rows_kernel(x, out, rows, columns, share, BR: tl.constexpr, BC: tl.constexpr):
     """Sum each share of the rows of a float32 matrix: [rows, columns] -> [shares, columns]."""
     column = tl.program_id(0) * BC + tl.arange(0, BC)

@@ -17,13 +17,14 @@ from headmix_vision.ops.dispatch import (
     are_traced_parts,
     as_function,
     gradients_of,
+    register,
     split_parts,
     stand_in,
     without_dispatcher,
 )
 from headmix_vision.ops.mix_heads import triton_kernels as launch
 from headmix_vision.ops.mix_heads.torch_impl import mix_heads_torch
-from headmix_vision.ops.runtime import KernelFailed
+from headmix_vision.ops.runtime import KernelFailed, device_of
 
 
 def mix_heads_triton(*tensors: Tensor, fallback: bool = False) -> tuple[Tensor, ...]:
@@ -39,7 +40,7 @@ def _forward(inputs: list[Tensor], weights: Tensor, fallback: bool) -> list[Tens
         return outs
     if not (FAILED and _kind(inputs, weights, fallback) in FAILED):
         try:
-            with torch.cuda.device_of(weights):
+            with device_of(weights):
                 launch.mix(inputs, weights, outs)
             return outs
         except KernelFailed as error:
@@ -52,17 +53,12 @@ def _kind(inputs: list[Tensor], weights: Tensor, fallback: bool) -> tuple[Any, .
     return "mix_heads", weights.device, inputs[0].dtype, inputs[0].shape[-1], weights.shape, fallback
 
 
-_forward_op = torch.library.custom_op("headmix_vision::mix_heads", _forward, mutates_args=())
-
-
-@_forward_op.register_fake
-def _(inputs, weights, fallback):  # type: ignore[no-untyped-def]
-    return _outputs(inputs, weights)
-
-
 def _outputs(inputs: list[Tensor], weights: Tensor) -> list[Tensor]:
     B, N, _, D = inputs[0].shape
     return [x.new_empty(B, N, weights.shape[1], D) for x in inputs]
+
+
+_forward_op = register("mix_heads", _forward, lambda inputs, weights, fallback: _outputs(inputs, weights))
 
 
 def _gradients(
@@ -73,17 +69,18 @@ def _gradients(
     return d_inputs, _fill_gradients(d_outs, inputs, weights, d_inputs, 1, fallback)
 
 
-_gradients_op = torch.library.custom_op("headmix_vision::mix_heads_gradients", _gradients, mutates_args=())
+_gradients_op = register(
+    "mix_heads_gradients",
+    _gradients,
+    lambda d_outs, inputs, weights, fallback: (
+        [x.new_empty(x.shape) for x in inputs],
+        weights.new_empty(weights.shape),
+    ),
+)
 _call_gradients = without_dispatcher(_gradients_op, _gradients)
 
 
-@_gradients_op.register_fake
-def _(d_outs, inputs, weights, fallback):  # type: ignore[no-untyped-def]
-    return [x.new_empty(x.shape) for x in inputs], weights.new_empty(weights.shape)
-
-
-@torch.library.custom_op("headmix_vision::mix_heads_packed_gradients", mutates_args=())
-def _packed_gradients_op(
+def _packed_gradients(
     d_outs: list[Tensor], inputs: list[Tensor], weights: Tensor, fallback: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute ``mix_heads_gradients``, the gradients of the inputs as one tensor [B, N, C, H, D]."""
@@ -91,9 +88,11 @@ def _packed_gradients_op(
     return packed, _fill_gradients(d_outs, inputs, weights, packed.unbind(2), len(inputs), fallback)
 
 
-@_packed_gradients_op.register_fake
-def _(d_outs, inputs, weights, fallback):  # type: ignore[no-untyped-def]
-    return _packed_gradient(inputs), weights.new_empty(weights.shape)
+_packed_gradients_op = register(
+    "mix_heads_packed_gradients",
+    _packed_gradients,
+    lambda d_outs, inputs, weights, fallback: (_packed_gradient(inputs), weights.new_empty(weights.shape)),
+)
 
 
 def _packed_gradient(inputs: list[Tensor]) -> Tensor:
@@ -109,7 +108,7 @@ def _fill_gradients(
         return torch.zeros_like(weights, memory_format=torch.contiguous_format)
     if not (FAILED and _kind(inputs, weights, fallback) in FAILED):
         try:
-            with torch.cuda.device_of(weights):
+            with device_of(weights):
                 return launch.mix_backward(d_outs, inputs, weights, d_inputs, pack)
         except KernelFailed as error:
             stand_in(error, fallback, *_kind(inputs, weights, fallback))

@@ -25,7 +25,16 @@ from headmix_vision.ops.mhla.triton_launch import (
     normalizer_name,
     sum_leading,
 )
-from headmix_vision.ops.runtime import INTERPRETED, KernelFailed, Launch, Layout, alignment, forget_plans, planned
+from headmix_vision.ops.runtime import (
+    INTERPRETED,
+    KernelFailed,
+    Launch,
+    Layout,
+    alignment,
+    forget_plans,
+    is_recording,
+    planned,
+)
 
 
 class Kernels(NamedTuple):
@@ -68,7 +77,7 @@ def leave_out(error: KernelFailed, settings: Settings) -> None:
 def _takes(settings: Settings, *rows: Layout) -> bool:
     """Return whether the kernels take such rows: bf16 in whole 16 bytes, on a Hopper GPU; they are not causal."""
     return (
-        not INTERPRETED
+        not (INTERPRETED or is_recording())
         and not (_left_out and settings.fallback)
         and not settings.causal
         and rows[0].gpu.capability == (9, 0)
