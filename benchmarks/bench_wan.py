@@ -61,10 +61,10 @@ def make(row: str, arguments: argparse.Namespace) -> nn.Module:
     options = TINY if arguments.tiny else WAN
     kept = range(0, options["num_layers"], 3) if row == "hybrid" else ()
     with torch.device(arguments.device):
-        if row in ("converted", "hybrid"):
+        if row in ("converted", "hybrid", "causal"):
             layers = [i for i in range(options["num_layers"]) if i not in kept]
-            block_grid = (2, 2, 3) if arguments.tiny else (3, 5, 10)
-            model: nn.Module = WanMHLATransformer3DModel(block_grid=block_grid, mhla_layers=layers, **options)
+            given = {"block_grid": (3, 2, 3) if arguments.tiny else (3, 5, 10), "causal": row == "causal"}
+            model: nn.Module = WanMHLATransformer3DModel(**given, mhla_layers=layers, **options)
         else:
             model = WanTransformer3DModel(**options)
     kept_float = set(model._keep_in_fp32_modules)  # as from_pretrained(torch_dtype=...) leaves them

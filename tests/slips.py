@@ -561,7 +561,7 @@ SLIPS = [
         'stored[f"std{suffix}"] = stored.get("std", std)',
         MIRRORED,
     ),
-    Slip("float16 sums", "models/convert_wan.py", "v.float() if v.dtype == torch.float16 else v", "v", HALF),
+    Slip("float16 sums", "models/wan_attention.py", "v.float() if v.dtype == torch.float16 else v", "v", HALF),
     Slip("float16 sums", "models/convert_sana.py", "torch.promote_types(v.dtype, torch.float32)", "v.dtype", HALF),
     Slip(
         "float16 sums",
@@ -577,7 +577,7 @@ SLIPS = [
         "out",
         HALF,
     ),
-    Slip("eps of Wan", "models/convert_wan.py", '"eps": self.eps}', '"eps": 1e-6}', WAN),
+    Slip("eps of Wan", "models/wan_attention.py", '"eps": self.eps,', '"eps": 1e-6,', WAN),
     Slip("first time", "diffusion/denoising.py", "highest - NUM_TIMESTEPS / num_steps)", "highest - 1000)", TIMES),
     Slip("last time", "diffusion/denoising.py", "times[-1] > 0 and takes", "times[-1] > 1 and takes", TIMES),
     Slip("offset of times", "diffusion/denoising.py", "times + scheduler.config.steps_offset", "times", TIMES),

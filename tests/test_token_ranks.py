@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from diffusers import ContextParallelConfig, SanaTransformer2DModel, WanTransformer3DModel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -18,9 +19,10 @@ from headmix_vision.errors import InputError
 from headmix_vision.layers import ConvPositionEncoding, HeadMixAttention
 from headmix_vision.layers.positions import rotary_tables
 from headmix_vision.models import HeadMixDiT, HeadMixVideoDiT
+from headmix_vision.models.convert import sana_to_mhla, wan_to_mhla
 from headmix_vision.ops import TokenBlocks, TokenGrid, TokenRanks, mhla
 from headmix_vision.ops.runtime import INTERPRETED
-from headmix_vision.ops.token_ranks import even_axis
+from headmix_vision.ops.token_ranks import SEQUENCE, even_axis
 
 LIMIT_S = 400
 DOUBLE = torch.float64
@@ -124,6 +126,40 @@ def model(ranks, kind=HeadMixDiT, wrap=None, frame_times=False, checkpointing=Fa
     return errors(ours + learned(), exact)
 
 
+WAN = {
+    "num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 16,
+    "ffn_dim": 32, "num_layers": 2, "rope_max_seq_len": 32, "eps": 1e-3,
+}  # fmt: skip
+
+
+def wan(ranks, layers=None, grid=(5, 4, 5), token_times=False):
+    torch.manual_seed(0)
+    whole = wan_to_mhla(WanTransformer3DModel(**WAN), (2, 2, 3), layers, "paper", True, token_grid=(5, 4, 5)).double()
+    tokens = grid[0] * grid[1] * grid[2]
+    x, text = random(2, 4, grid[0], 2 * grid[1], 2 * grid[2]), random(2, 7, 16, seed=1)
+    times = 1000 * random(2, tokens).sigmoid() if token_times else torch.tensor([5.0, 900.0])
+
+    def step():
+        whole.zero_grad()
+        out = whole(x, times, text, return_dict=False)[0]
+        out.square().mean().backward()
+        return [out.detach(), *(parameter.grad.clone() for parameter in whole.parameters())]
+
+    exact = step()
+    with pytest.MonkeyPatch.context() as patch:  # diffusers counts GPUs
+        patch.setattr(torch.accelerator, "device_count", lambda: 1)
+        whole.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ranks.size))
+        out, *grads = step()
+    return errors([out, *map(ranks.all_reduce, grads)], exact)
+
+
+def refusal(ranks, **options):
+    try:
+        return wan(ranks, **options)
+    except InputError as error:
+        return str(error)
+
+
 class Sent(TorchDispatchMode):
     """Counts the numbers that collectives are given, by name."""
 
@@ -140,7 +176,8 @@ class Sent(TorchDispatchMode):
 
 def sent(ranks, rows):
     blocks = TokenBlocks.from_grid((rows, 2), (4, 1))
-    q, k, v = (random(2, rows * 2 // ranks.size, 3, d).requires_grad_() for d in (8, 8, 5))
+    tokens = ranks.local(blocks.grid).num_tokens
+    q, k, v = (random(2, tokens, 3, d).requires_grad_() for d in (8, 8, 5))
     mixing = random(4, 4).abs().requires_grad_()
     with Sent() as forward:
         out = mhla(q, k, v, mixing, blocks.of_rank(ranks))
@@ -157,11 +194,13 @@ CASES = {
     "op, video": (op, {"shape": (5, 3, 2), "block_grid": (5, 2, 1), "prefix": 1}),
     "op, second axis": (op, {"shape": (3, 8), "block_grid": (2, 4), "prefix": 2, "per_head": True, "axis": 1}),
     "op, shared blocks of the last axis": (op, {"shape": (3, 2, 7), "block_grid": (2, 1, 3), "prefix": 1, "axis": 2}),
+    "op, sequence": (op, {"shape": (5, 3, 3), "block_grid": (3, 2, 1), "prefix": 2, "axis": SEQUENCE}),
     "kernels": (op, {"shape": (4, 4), "block_grid": (4, 2), "normalizer": None, **KERNELS}),
     "kernels, shared blocks": (
         op,
         {"shape": (4, 5), "block_grid": (2, 3), "prefix": 2, "per_head": True, "axis": 1, **KERNELS},
     ),
+    "kernels, sequence": (op, {"shape": (5, 3), "block_grid": (3, 2), "axis": SEQUENCE, **KERNELS}),
     "layer": (layer, {"block_grid": (3, 2), "cpe": True, "num_prefix_tokens": 2, "output_gate": True}),
     "layer, second axis": (
         layer,
@@ -188,6 +227,8 @@ CASES = {
         model,
         {"kind": HeadMixVideoDiT, "input_size": (5, 4, 8), "block_grid": (2, 2, 2), "cpe": True, "compiled": True},
     ),
+    "wan": (wan, {}),
+    "wan, softmax in a layer": (wan, {"layers": [1], "token_times": True}),
 }  # fmt: skip
 
 
@@ -202,6 +243,8 @@ def work(rank, size, folder):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     ranks = TokenRanks.of(dist.group.WORLD)
     results = {"sent": [sent(ranks, rows) for rows in (8, 64)]}
+    results["sent of a sequence"] = [sent(replace(ranks, axis=SEQUENCE), rows) for rows in (9, 63)]
+    results["refusal"] = refusal(ranks, grid=(3, 3, 5))
     for name, (case, options) in CASES.items():
         if runs(name, size):
             results[name] = case(ranks, **options)
@@ -215,7 +258,9 @@ def work(rank, size, folder):
 def results(request, tmp_path_factory):
     """The result of each case in each process."""
     folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.set_forkserver_preload(["headmix_vision.models.headmix_dit", "torch._dynamo"])  # once for all
+    multiprocessing.set_forkserver_preload(
+        ["headmix_vision.models.convert_wan", "headmix_vision.models", "torch._dynamo"]
+    )  # once for all
     context = torch.multiprocessing.start_processes(
         work, (request.param, folder), request.param, join=False, start_method="forkserver"
     )
@@ -233,7 +278,7 @@ def results(request, tmp_path_factory):
 def test_ranks_compute_and_learn_what_one_process_does(results, name):
     if not runs(name, len(results)):
         pytest.skip("runs elsewhere")
-    tolerance = 3e-6 if "kernels" in name else 1e-10
+    tolerance = 3e-6 if "kernels" in name or "wan" in name else 1e-10  # diffusers norms tokens in float32
     assert max(result[name] for result in results) < tolerance
 
 
@@ -242,6 +287,28 @@ def test_what_ranks_send_does_not_depend_on_the_number_of_tokens(results):
     summaries = {"all_gather_into_tensor": batch * heads * blocks * dim * (value_dim + 1) // len(results)}
     for result in results:
         assert result["sent"] == [(summaries, summaries | {"all_reduce": blocks**2})] * 2
+        short, long = result["sent of a sequence"]
+        assert short == long and short[0]["all_gather_into_tensor"] <= 2 * summaries["all_gather_into_tensor"]
+
+
+def test_tokens_that_do_not_divide_are_refused(results):
+    for result in results:
+        assert result["refusal"].startswith(
+            f"45 tokens of a 3x3x5 grid are no multiple of {len(results)} ranks: choose"
+        )
+
+
+def test_plans_and_models_without_context_parallelism_are_refused():
+    config = ContextParallelConfig(ulysses_degree=2)
+    with pytest.raises(InputError, match="cp_plan does not apply"):
+        wan_to_mhla(WanTransformer3DModel(**WAN), (1, 1, 1)).enable_parallelism(config=config, cp_plan={})
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 4, "num_layers": 1, "sample_size": 8}
+    cross = {"num_cross_attention_heads": 2, "cross_attention_head_dim": 4, "cross_attention_dim": 8}
+    sana = sana_to_mhla(SanaTransformer2DModel(**sizes, **cross, caption_channels=8))
+    with pytest.raises(InputError, match="does not apply to Sana"):
+        sana.enable_parallelism(config=config)
+    with pytest.raises(InputError, match="not the sequence of tokens"):
+        ConvPositionEncoding(8).of_rank(torch.zeros(1, 6, 8), TokenGrid((3, 4)), replace(TWO, axis=SEQUENCE))
 
 
 TWO = TokenRanks("", 0, 2)

@@ -18,7 +18,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.ops import SampleGrids, TokenGrid, TokenRanks
 from headmix_vision.ops.grid_conv.api import bind_grid_conv
 from headmix_vision.ops.grid_conv.torch_impl import convolve_grid
-from headmix_vision.ops.token_ranks import flatten_tokens, unflatten_tokens
+from headmix_vision.ops.token_ranks import SEQUENCE, flatten_tokens, unflatten_tokens
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -72,8 +72,11 @@ class GridConvolution(nn.Module):
         Neighbouring ranks send the tokens that the kernel reaches.
 
         Raises:
-            InputError: if a rank has fewer places along the axis that is parted than the kernel reaches.
+            InputError: if a rank has fewer places along the axis that is parted than the kernel reaches, or tokens are
+                parted within rows.
         """
+        if ranks.axis == SEQUENCE:
+            raise InputError("a convolution needs ranks that part an axis of the grid, not the sequence of tokens.")
         held, axis = ranks.local(grid), 1 + ranks.axis
         spans = [ranks.span(grid, rank) for rank in range(ranks.size)]
         fewest = min(end - first for first, end in spans)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
-from diffusers import SanaTransformer2DModel
+from diffusers import ContextParallelConfig, SanaTransformer2DModel
 from diffusers.configuration_utils import register_to_config
 from diffusers.models.attention_processor import SanaLinearAttnProcessor2_0
 from diffusers.models.modeling_utils import ModelMixin as ModelMixin  # loading a pipeline, diffusers looks for it here
@@ -119,6 +119,19 @@ class SanaMHLATransformer2DModel(ConvertedModel, SanaTransformer2DModel):
                 like = block.attn1.to_out[0].weight
                 processor = SanaMHLAProcessor(tuple(config.block_grid), token_grid, config.mixing_init, like)
                 block.attn1.set_processor(processor)
+
+    def enable_parallelism(self, *, config: Any, cp_plan: Any = None) -> None:
+        """Divide work among devices as diffusers does, which has no context parallelism for Sana.
+
+        Raises:
+            InputError: for context parallelism.
+        """
+        if getattr(config, "context_parallel_config", config if isinstance(config, ContextParallelConfig) else None):
+            raise InputError(
+                "context parallelism does not apply to Sana, whose feed-forward layers convolve the whole image: use it"
+                " for a converted Wan."
+            )
+        super().enable_parallelism(config=config, cp_plan=cp_plan)
 
 
 def _token_grid(config: Any) -> tuple[int, int]:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
-import torch
-import torch.nn.functional as F
 from diffusers import WanTransformer3DModel
 from diffusers.configuration_utils import register_to_config
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
@@ -21,98 +20,23 @@ from torch import Tensor, nn
 
 from headmix_vision.errors import InputError, check_choice, check_flags, check_numbers
 from headmix_vision.layers.block_mixing import LOWER, UPPER
-from headmix_vision.layers.cores.mhla import bind_mhla_core
 from headmix_vision.models.convert import Conversion, fit
-from headmix_vision.models.converted import ConvertedModel, check_layers, new_mixing
+from headmix_vision.models.converted import ConvertedModel, check_layers
 from headmix_vision.models.diffusers_features import found_by_diffusers
 from headmix_vision.models.headmix_vit import state_dict_in
-from headmix_vision.ops import TokenBlocks, TokenGrid
+from headmix_vision.models.wan_attention import (
+    GridRotary,
+    WanMHLAProcessor,
+    WanSoftmaxProcessor,
+    WanState,
+    WanStream,
+)
+from headmix_vision.ops import TokenBlocks, TokenRanks
 from headmix_vision.ops.dispatch import as_axes
+from headmix_vision.ops.token_ranks import SEQUENCE
 
 RELEASE_GRID = (21, 30, 50)  # tokens of 81 frames at 480 x 800
 RELEASE_BLOCKS = (3, 5, 10)
-_OPEN_GATE = 1.2784645427610738  # SiLU of this is 1
-
-
-class GridRotary(nn.Module):
-    """Rotary tables of the call with its token grid beside them: cos and sin [1, N, 1, D], (T, H, W)."""
-
-    def __init__(self, rotary: nn.Module, patch_size: tuple[int, int, int]) -> None:
-        super().__init__()
-        self.rotary, self.patch_size = rotary, tuple(patch_size)
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-        grid = tuple(size // patch for size, patch in zip(hidden_states.shape[2:], self.patch_size, strict=True))
-        return *self.rotary(hidden_states), grid
-
-
-class WanSoftmaxProcessor(WanAttnProcessor):
-    """Self-attention of diffusers, for the layers that keep it."""
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        rotary_emb: Any = None,
-    ) -> Tensor:
-        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb[:2])
-
-
-class WanMHLAProcessor(nn.Module):
-    """MHLA (arXiv 2601.07832) from the projections and norms of a Wan self-attention layer.
-
-    Features are ReLU + eps of the normed queries and keys, rotated by Wan's rotary positions in the numerator alone;
-    each head's output has an RMSNorm of its own and, if there is a gate, is multiplied by SiLU of a projection of the
-    layer's input.
-
-    Args:
-        attn: the layer. New weights take its device and type; mixing weights are float32 at least.
-        config: of the model, see :class:`WanMHLATransformer3DModel`. Its ``eps`` is that of the features and the norm.
-
-    Shape:
-        ``hidden_states`` [B, N, C] -> [B, N, C]; ``rotary_emb`` as from :class:`GridRotary`.
-    """
-
-    def __init__(self, attn: Any, config: Any) -> None:
-        super().__init__()
-        like, dim = attn.to_out[0].weight, attn.inner_dim
-        factory = {"device": like.device, "dtype": like.dtype}
-        self.normalizer, self.eps = config.normalizer, config.eps
-        grids = tuple(config.block_grid), tuple(config.token_grid)
-        self.mixing = new_mixing(*grids, "locality", like, config.clip_mixing)
-        self.norm = nn.RMSNorm(dim // attn.heads, eps=config.eps, **factory)
-        self.gate = nn.Linear(dim, dim, **factory) if config.output_gate else None
-        if self.gate is not None:
-            nn.init.zeros_(self.gate.weight)
-            nn.init.constant_(self.gate.bias, _OPEN_GATE)
-
-    def forward(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        rotary_emb: Any = None,
-    ) -> Tensor:
-        assert encoder_hidden_states is None and attention_mask is None, "self-attention without a mask alone"
-        cos, sin, grid = rotary_emb
-        if attn.fused_projections:
-            q, k, v = attn.to_qkv(hidden_states).chunk(3, dim=-1)
-        else:
-            q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-        q, k, v = (x.unflatten(-1, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
-        block_grid, options = self.mixing.blocks.block_grid, {"normalizer": self.normalizer, "eps": self.eps}
-        attend = bind_mhla_core(TokenGrid(grid), None, block_grid, None, feature_map="relu", impl="auto", **options)
-        sums = v.float() if v.dtype == torch.float16 else v  # over a clip's tokens they pass the range of float16
-        rotation = cos[0, :, 0, ::2], sin[0, :, 0, ::2]  # diffusers holds each angle twice
-        out = attend(q, k, sums, self.mixing(), *rotation)
-        # sums that nothing divides are normed before they are rounded to float16
-        out = F.rms_norm(out, self.norm.normalized_shape, self.norm.weight.type_as(out), self.eps).type_as(v).flatten(2)
-        if self.gate is not None:
-            out = out * F.silu(self.gate(hidden_states))
-        return attn.to_out[1](attn.to_out[0](out))
 
 
 @found_by_diffusers
@@ -129,6 +53,8 @@ class WanMHLATransformer3DModel(ConvertedModel, WanTransformer3DModel):
         output_gate: multiply outputs by SiLU of a projection of the layer's input; a new gate is open, that is 1.
         clip_mixing: keep mixing weights in (0, 1); False takes any, as the released code does.
         token_grid: the tokens (T, H, W) for whose blocks new mixing matrices are drawn.
+        causal: tokens see their own row of blocks along time and those before it, as many as ``block_grid`` has. Rows
+            keep the length that they have in ``token_grid``, and a clip has any number of them (:meth:`stream`).
         wan: arguments of ``diffusers.WanTransformer3DModel``.
 
     Shape:
@@ -140,7 +66,6 @@ class WanMHLATransformer3DModel(ConvertedModel, WanTransformer3DModel):
 
     ignore_for_config = ("wan",)
     _keep_in_fp32_modules: ClassVar[list[str]] = [*WanTransformer3DModel._keep_in_fp32_modules, "mixing"]
-    _cp_plan = None  # sequences split over devices would split blocks
     rope: nn.Module
 
     @register_to_config
@@ -153,6 +78,7 @@ class WanMHLATransformer3DModel(ConvertedModel, WanTransformer3DModel):
         output_gate: bool = False,
         clip_mixing: bool = True,
         token_grid: tuple[int, int, int] = RELEASE_GRID,
+        causal: bool = False,
         **wan: Any,
     ) -> None:
         super().__init__(**wan)
@@ -170,18 +96,89 @@ class WanMHLATransformer3DModel(ConvertedModel, WanTransformer3DModel):
                 processor._attention_backend = attn.processor._attention_backend
             attn.set_processor(processor)
 
+    @property
+    def row_frames(self) -> int | None:
+        """Latent frames of a row of blocks of a causal model, else None."""
+        config = cast(Any, self.config)
+        return config.patch_size[0] * config.token_grid[0] // config.block_grid[0] if config.causal else None
+
+    def stream(
+        self, hidden_states: Tensor, timestep: Tensor, *further: Any, state: WanState | None = None, **options: Any
+    ) -> tuple[Tensor, WanState]:
+        """Run the next frames of a clip on the state of those before, where the model is causal.
+
+        Outputs are as in ``forward`` on all frames up to these, each with its own time. A state is never changed:
+        frames can be denoised in many calls on the state before them, and are then pushed once, clean and at time 0.
+
+        Args:
+            hidden_states, timestep, further, options: as in ``forward``, of the next whole rows of blocks alone.
+            state: returned for the frames before; None at the start.
+
+        Returns:
+            The sample, and the state after these frames.
+
+        Raises:
+            InputError: if the model is not causal or runs on several devices, the frames are not whole rows of blocks,
+                the state is of another size, or the rotary positions end.
+        """
+        if self.row_frames is None or self._parallel_config is not None:
+            raise InputError("stream needs a model converted with causal=True, on one device.")
+        size = tuple(x // p for x, p in zip(hidden_states.shape[3:], self.config["patch_size"][1:], strict=True))
+        state = WanState(0, size, ()) if state is None else state
+        if state.size != size:
+            raise InputError(f"the state is of frames of {state.size} tokens, these are of {size}.")
+        rope = cast(GridRotary, self.rope)
+        stream = rope.stream = WanStream(state.frames, state.layers or [None] * len(self.blocks), [])
+        try:
+            sample = self(hidden_states, timestep, *further, return_dict=False, **options)[0]
+        finally:
+            rope.stream = None
+        frames = state.frames + hidden_states.shape[2] // self.config["patch_size"][0]
+        return sample, WanState(frames, size, tuple(stream.after))
+
+    def enable_parallelism(self, *, config: Any, cp_plan: Any = None) -> None:
+        """Divide work among devices as diffusers does; under context parallelism MHLA exchanges block summaries alone.
+
+        Each rank is called with the whole input and returns the whole output. Layers that keep softmax use diffusers'
+        ring or Ulysses attention. Gradients are those of the rank's tokens: their sum over the ranks is the whole.
+
+        Args:
+            config: a ``diffusers.ContextParallelConfig``, or another configuration that diffusers takes.
+            cp_plan: None, for diffusers' plan of Wan.
+
+        Raises:
+            InputError: for another plan and, when called, for tokens that are not a multiple of the ranks, unless the
+                configuration has ``ulysses_anything`` or ``ring_anything``.
+        """
+        if cp_plan is not None:
+            raise InputError("cp_plan does not apply to a converted Wan, whose layers follow diffusers' plan of Wan.")
+        super().enable_parallelism(config=config)
+        parallel = cast(Any, self._parallel_config).context_parallel_config
+        if parallel is None:
+            return
+        ranks = replace(TokenRanks.of(parallel._flattened_mesh), axis=SEQUENCE)
+        for block in self.blocks:
+            block.attn1.processor.ranks = ranks
+        cast(GridRotary, self.rope).ranks = None if parallel.ulysses_anything or parallel.ring_anything else ranks
+
 
 def _check_options(config: Any, depth: int) -> list[int]:
     """Return the layers with MHLA; raise InputError for options that do not fit."""
     check_choice("normalizer", config.normalizer, ("paper", None))
-    check_flags(output_gate=config.output_gate, clip_mixing=config.clip_mixing)
+    check_flags(output_gate=config.output_gate, clip_mixing=config.clip_mixing, causal=config.causal)
     check_numbers(0, eps=config.eps)
     axes = {name: as_axes(name, getattr(config, name)) for name in ("block_grid", "token_grid")}
     for name, sizes in axes.items():
         if len(sizes) != 3:
             raise InputError(f"{name} must be three whole numbers, of time, height and width, got {sizes}.")
     TokenBlocks.from_grid(axes["token_grid"], axes["block_grid"])
-    return check_layers(config.mhla_layers, depth)
+    layers = check_layers(config.mhla_layers, depth)
+    if config.causal and (len(layers) < depth or axes["token_grid"][0] % axes["block_grid"][0]):
+        raise InputError(
+            f"causal needs MHLA in all {depth} layers and rows of blocks of one length: got layers {layers},"
+            f" {axes['token_grid'][0]} tokens in {axes['block_grid'][0]} rows along time."
+        )
+    return layers
 
 
 def wan_to_mhla(
@@ -192,6 +189,7 @@ def wan_to_mhla(
     output_gate: bool = False,
     clip_mixing: bool = True,
     token_grid: tuple[int, int, int] = RELEASE_GRID,
+    causal: bool = False,
 ) -> WanMHLATransformer3DModel:
     """Copy a Wan transformer of diffusers, with MHLA in the place of its softmax self-attention.
 
@@ -205,7 +203,7 @@ def wan_to_mhla(
     Args:
         transformer: the model to convert, on any device; it is not changed and shares no memory with the result.
         layers: layers that become MHLA, from 0; all for None, and for none of them the function stays the same.
-        block_grid, normalizer, output_gate, clip_mixing, token_grid: see :class:`WanMHLATransformer3DModel`.
+        block_grid, normalizer, output_gate, clip_mixing, token_grid, causal: see :class:`WanMHLATransformer3DModel`.
 
     Raises:
         InputError: if the model is not a ``WanTransformer3DModel``, or an option does not fit.
@@ -219,6 +217,7 @@ def wan_to_mhla(
         "output_gate": output_gate,
         "clip_mixing": clip_mixing,
         "token_grid": as_axes("token_grid", token_grid),
+        "causal": causal,
     }
     _check_options(SimpleNamespace(**options, eps=transformer.config.eps), len(transformer.blocks))
     for index, block in enumerate(transformer.blocks):

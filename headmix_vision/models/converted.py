@@ -28,7 +28,13 @@ class ConvertedModel:
 
     @classmethod
     def copy_of(cls, transformer: Any, options: dict[str, Any]) -> Any:
-        """Copy a model of diffusers, and put in the attention that the options ask for (``_install``)."""
+        """Copy a model of diffusers, and put in the attention that the options ask for (``_install``).
+
+        Raises:
+            InputError: if the model runs on several devices already.
+        """
+        if transformer._parallel_config is not None:
+            raise InputError("the model is parallel already: convert it before enable_parallelism.")
         model = copy.deepcopy(transformer)
         model.__class__ = cls
         model.register_to_config(**options)

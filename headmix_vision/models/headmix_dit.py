@@ -389,6 +389,7 @@ class HeadMixDiT(FeaturedModel):
             ranks = None
         elif isinstance(group, TokenRanks):
             ranks = replace(group, axis=group.axis if axis is None else axis)
+            check_counts(0, len(self.patch_size) - 1, axis=ranks.axis)
         else:
             ranks = TokenRanks.of(group, axis or 0)
             if axis is None:

@@ -18,7 +18,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.ops.dispatch import apply_of, as_axes, is_plain, out_of_dead_transformation
 from headmix_vision.ops.runtime import cached_tables
 from headmix_vision.ops.token_grid import TokenGrid
-from headmix_vision.ops.token_ranks import TokenRanks
+from headmix_vision.ops.token_ranks import SEQUENCE, TokenRanks
 
 
 class BlockTables(NamedTuple):
@@ -186,6 +186,18 @@ class BlocksOfRank(TokenBlocks):
     ranks: TokenRanks
 
     @property
+    def axis(self) -> int:
+        """The axis of the block grid along which ranks follow each other."""
+        return max(self.ranks.axis, 0)
+
+    @property
+    def skipped(self) -> int:
+        """Tokens of the first row along the axis that the rank before holds."""
+        if self.ranks.axis != SEQUENCE:
+            return 0
+        return self.ranks.span(self.grid, self.ranks.rank)[0] % math.prod(self.grid.shape[1:])
+
+    @property
     def whole(self) -> TokenBlocks:
         """The blocks of all ranks."""
         return TokenBlocks(self.grid, self.block_grid)
@@ -220,13 +232,12 @@ class BlocksOfRank(TokenBlocks):
 
     def held_block_grid(self, rank: int) -> tuple[int, ...]:
         """Return the blocks along each axis of which a rank has tokens."""
-        axis = self.ranks.axis
-        return (*self.block_grid[:axis], self._part(rank).count, *self.block_grid[axis + 1 :])
+        return (*self.block_grid[: self.axis], self._part(rank).count, *self.block_grid[self.axis + 1 :])
 
     def narrow(self, x: Tensor, dim: int, rank: int) -> Tensor:
         """Take the blocks [..., *block_grid, ...] of which a rank has tokens: a view."""
         part = self._part(rank)
-        return x.narrow(dim + self.ranks.axis, part.first_block, part.count)
+        return x.narrow(dim + self.axis, part.first_block, part.count)
 
     def numbers(self, like: Tensor) -> Tensor:
         """Return the numbers of this rank's blocks among all blocks: int64 [m], as :meth:`tables`."""
@@ -235,12 +246,15 @@ class BlocksOfRank(TokenBlocks):
     @property
     def _axes(self) -> list[_Axis]:
         axes = self.whole._axes
-        axes[self.ranks.axis] = self._part(self.ranks.rank)
+        axes[self.axis] = self._part(self.ranks.rank)
         return axes
 
     def _part(self, rank: int) -> _PartOfAxis:
-        axis, span = self.ranks.axis, self.ranks.span(self.grid, rank)
-        return _PartOfAxis.cut(_Axis(self.grid.shape[axis], self.block_grid[axis]), *span)
+        first, end = self.ranks.span(self.grid, rank)
+        if self.ranks.axis == SEQUENCE:  # rows of which the rank has a token
+            row = math.prod(self.grid.shape[1:])
+            first, end = first // row, -(-end // row)
+        return _PartOfAxis.cut(_Axis(self.grid.shape[self.axis], self.block_grid[self.axis]), first, end)
 
 
 @dataclass(frozen=True)
@@ -292,7 +306,7 @@ class _PartOfAxis(_Axis):
 
 
 def _build_tables(blocks: TokenBlocks, device: torch.device) -> BlockTables:
-    grid = blocks.held if isinstance(blocks, BlocksOfRank) else blocks.grid
+    grid, first = (blocks.held, blocks.skipped) if isinstance(blocks, BlocksOfRank) else (blocks.grid, 0)
     repeats, prefix, prefix_blocks = grid.repeats, grid.num_prefix_tokens, blocks.num_prefix_blocks
     n = blocks.max_block_size // repeats
 
@@ -315,11 +329,13 @@ def _build_tables(blocks: TokenBlocks, device: torch.device) -> BlockTables:
         block_of_token = (block_of_token[..., None] * count + block).reshape(-1)
         slot_in_block = (slot_in_block[..., None] * length + token - starts[block]).reshape(-1)
 
-    index = torch.where(index < 0, -1, index + prefix)
+    end = first + grid.num_grid_tokens
+    index = torch.where((index < first) | (index >= end), -1, index - first + prefix)
+    block_of_token, slot_in_block = block_of_token[first:end], slot_in_block[first:end]
     index = torch.nn.functional.pad(index, (0, n - index.shape[1]), value=-1)
     if prefix:
-        first = torch.nn.functional.pad(torch.arange(prefix, device=device), (0, n - prefix), value=-1)
-        index = torch.cat([first[None], index])
+        prefix_block = torch.nn.functional.pad(torch.arange(prefix, device=device), (0, n - prefix), value=-1)
+        index = torch.cat([prefix_block[None], index])
         block_of_token = torch.cat([block_of_token.new_zeros(prefix), block_of_token + prefix_blocks])
         slot_in_block = torch.cat([torch.arange(prefix, device=device), slot_in_block])
     slot_of_token = block_of_token * n + slot_in_block

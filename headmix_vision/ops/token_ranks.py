@@ -18,6 +18,9 @@ from headmix_vision.errors import InputError
 from headmix_vision.ops.dispatch import check_size, kept
 from headmix_vision.ops.token_grid import TokenGrid
 
+SEQUENCE = -1
+"""In place of an axis: ranks part the tokens in raster order, as diffusers does, and a part may begin within a row."""
+
 
 @dataclass(frozen=True)
 class TokenRanks:
@@ -32,7 +35,7 @@ class TokenRanks:
         group: name of the process group.
         rank: this rank within the group.
         size: ranks of the group.
-        axis: the axis of the grid that is parted, from 0.
+        axis: the axis of the grid that is parted, from 0, or ``SEQUENCE``.
     """
 
     group: str
@@ -66,20 +69,31 @@ class TokenRanks:
         Raises:
             InputError: if the grid has no such axis, or fewer places along it than ranks.
         """
-        places = grid.shape[self.axis] if self.axis < len(grid.shape) else 0
+        grid, axis = self._parted(grid)
+        places = grid.shape[axis] if axis < len(grid.shape) else 0
         if places < self.size:
             raise InputError(
-                f"{grid} cannot be spread over {self.size} ranks along axis {self.axis}, which has {places} tokens."
+                f"{grid} cannot be spread over {self.size} ranks along axis {axis}, which has {places} tokens."
             )
+        if self.axis == SEQUENCE:
+            least, rest = divmod(places, self.size)  # as torch.tensor_split
+            return rank * least + min(rank, rest), (rank + 1) * least + min(rank + 1, rest)
         return -(-rank * places // self.size), -(-(rank + 1) * places // self.size)
 
     def local(self, grid: TokenGrid) -> TokenGrid:
         """Return this rank's part of a grid."""
         return _local(self, grid)
 
+    def _parted(self, grid: TokenGrid) -> tuple[TokenGrid, int]:
+        """Return the grid and its axis that is parted, with ``SEQUENCE`` all tokens on one axis."""
+        if self.axis != SEQUENCE:
+            return grid, self.axis
+        return TokenGrid((grid.num_grid_tokens,), grid.num_prefix_tokens, grid.repeats), 0
+
     def _part(self, grid: TokenGrid, rank: int) -> TokenGrid:
         first, end = self.span(grid, rank)
-        shape = (*grid.shape[: self.axis], end - first, *grid.shape[self.axis + 1 :])
+        grid, axis = self._parted(grid)
+        shape = (*grid.shape[:axis], end - first, *grid.shape[axis + 1 :])
         # not by dataclasses.replace, at which torch.compile cuts a graph in an autograd.Function
         return TokenGrid(shape, 0 if rank else grid.num_prefix_tokens, grid.repeats)
 
@@ -90,9 +104,10 @@ class TokenRanks:
             InputError: if ``x`` has another number of tokens.
         """
         _check_tokens(x.shape[dim], grid)
-        prefix, places = unflatten_tokens(x, grid, dim)
         first, end = self.span(grid, self.rank)
-        held = places.narrow(dim + self.axis, first, end - first)
+        grid, axis = self._parted(grid)
+        prefix, places = unflatten_tokens(x, grid, dim)
+        held = places.narrow(dim + axis, first, end - first)
         return flatten_tokens(prefix.narrow(dim, 0, 0) if self.rank else prefix, held, dim)
 
     def gather(self, x: Tensor, grid: TokenGrid) -> Tensor:
@@ -178,7 +193,7 @@ class _Gather(torch.autograd.Function):
         grids = [ranks._part(grid, rank) for rank in range(ranks.size)]
         gathered = ranks.all_gather(x, [part.num_tokens for part in grids], 1)
         prefixes, places = zip(*(unflatten_tokens(*part, 1) for part in zip(gathered, grids, strict=True)), strict=True)
-        return flatten_tokens(prefixes[0], torch.cat(places, 1 + ranks.axis), 1)
+        return flatten_tokens(prefixes[0], torch.cat(places, 1 + ranks._parted(grid)[1]), 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bench_wan as bench
+from benchmarks import bench_wan_stream
 
 
 def test_bench_wan_compares_with_softmax(tmp_path: Path):
@@ -16,3 +17,11 @@ def test_bench_wan_compares_with_softmax(tmp_path: Path):
     assert [float(row["speed_of_installed"]) for row in rows if row["row"] == "installed"] == [1, 1]
     with pytest.raises(SystemExit, match="like 21x30x50"):
         bench.main(["--device", "cpu", "--tiny", "--sizes", "21x30"])
+
+
+def test_bench_wan_stream_keeps_one_size(tmp_path: Path):
+    bench_wan_stream.main(["--device", "cpu", "--tiny", "--groups", "4", "--out", str(tmp_path)])
+    with (tmp_path / "wan_stream_cpu.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["frames"]) for row in rows] == [25, 53, 81, 109]
+    assert float(rows[1]["state_gib"]) == float(rows[3]["state_gib"]) > 0

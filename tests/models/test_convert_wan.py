@@ -3,6 +3,7 @@
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from safetensors.torch import load_file, save_file
 
 from headmix_vision.models.convert import wan_to_mhla
 from headmix_vision.models.convert_wan import WanMHLATransformer3DModel, convert_wan_mhla_state_dict
@@ -281,6 +282,18 @@ def test_published_weights_are_mapped(wan, original, gate):
     target.load_state_dict(converted.state_dict)
     for name, value in source.state_dict().items():
         assert torch.equal(target.state_dict()[name], value), name
+
+
+def test_a_file_of_published_weights_draws_as_the_model_it_was_made_of(wan, tmp_path):
+    layers = [index for index in range(2) if index % 3]  # as docs/wan.md fetches, maps and runs them
+    source = randomized(wan_to_mhla(wan, layers=layers, output_gate=True, clip_mixing=False, **OPTIONS))
+    save_file(published(source, original=True), tmp_path / "weights.safetensors")
+    weights = load_file(tmp_path / "weights.safetensors")
+    gate = any(".self_attn.g." in name for name in weights)
+    model = wan_to_mhla(wan, layers=layers, output_gate=gate, clip_mixing=False, **OPTIONS)
+    assert not torch.equal(run(model, *inputs()), run(source, *inputs()))
+    model.load_state_dict(convert_wan_mhla_state_dict(weights, model).state_dict)
+    assert torch.equal(run(model, *inputs()), run(source, *inputs()))
 
 
 def test_published_weights_that_do_not_fit_are_refused(wan):

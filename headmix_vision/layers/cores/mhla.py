@@ -209,7 +209,7 @@ class MHLACore(LinearCore):
         if not self.causal:
             return super().stream(q, k, v, grid, state, rotation=rotation)
         if self.causal == "rows":
-            return self._stream_rows(q, k, v, grid, state, rotation)
+            return stream_rows(q, k, v, grid, state, rotation, self.mixing, self.options)
         blocks = TokenBlocks.of_clip(grid, self.mixing.blocks.block_grid)
         first = 0 if state is None else state[0].num_tokens
         _check_pieces(blocks, first, q.shape[1])
@@ -227,39 +227,6 @@ class MHLACore(LinearCore):
         prefix = grid.num_prefix_tokens
         piece = TokenGrid((q.shape[1] - (0 if first else prefix),), 0 if first else prefix)
         return self._rotated(q, k, v, mixing, rotation, attend, blocks, piece), tuple(after)
-
-    def _stream_rows(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: TokenGrid,
-        state: tuple[MHLAState, ...] | None,
-        rotation: Rotation | None,
-    ) -> tuple[Tensor, tuple[MHLAState, ...]]:
-        rows, *across = self.mixing.blocks.block_grid
-        of_row, each = math.prod(across), grid.repeats * math.prod(grid.shape[1:])
-        length = self.row_length
-        count = q.shape[1] // (each * length)
-        if not count or q.shape[1] != count * each * length:
-            raise InputError(f"pieces must be whole rows of blocks, {length} x {each} tokens each: got {q.shape[1]}.")
-        grid = replace(grid, shape=(count * length, *grid.shape[1:]))
-        blocks = TokenBlocks(grid, (count, *across))
-        kept = 0 if state is None else state[0].summaries.shape[2] // of_row
-        mixing = per_token(mixing_of_rows(self.mixing(), of_row, kept + count), grid, self.options)
-        before, after = iter(state or (None, None)), []
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, **options: Any) -> Tensor:
-            taken = next(before)
-            memory = None if taken is None else taken.summaries
-            out, summaries = mhla_rows(q, k, v, mixing, blocks, memory, **options)
-            seen = summaries[:, :, max(kept + count + 1 - rows, 0) * of_row :]
-            after.append(MHLAState(seen.clone(), q.shape[1] + (0 if taken is None else taken.num_tokens)))
-            return out
-
-        if rotation is None:
-            return attend(q, k, v, mixing, **self._step_options), tuple(after)
-        return self._rotated(q, k, v, mixing, rotation, attend, blocks, grid), tuple(after)
 
     @property
     def _step_options(self) -> dict[str, Any]:
@@ -306,6 +273,54 @@ class MHLACore(LinearCore):
                 f" {blocks.block_grid[0]} rows."
             )
         return blocks
+
+
+def stream_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grid: TokenGrid,
+    state: tuple[MHLAState, ...] | None,
+    rotation: Rotation | None,
+    matrix: MixingMatrix,
+    options: dict[str, Any],
+) -> tuple[Tensor, tuple[MHLAState, ...]]:
+    """Compute the next rows of blocks along the first axis, whose tokens see their own row and those before it.
+
+    Args:
+        q, k, v, grid, state, rotation: as in :meth:`~headmix_vision.layers.AttentionCore.stream`.
+        matrix: mixing matrix of a grid whose rows of blocks have one length.
+        options: ``normalizer``, ``feature_map`` and ``eps`` are read.
+
+    Returns:
+        Outputs, and the state after these rows, which holds the blocks that the next row can see.
+    """
+    rows, *across = matrix.blocks.block_grid
+    of_row, each = math.prod(across), grid.repeats * math.prod(grid.shape[1:])
+    length = matrix.blocks.grid.shape[0] // rows
+    count = q.shape[1] // (each * length)
+    if not count or q.shape[1] != count * each * length:
+        raise InputError(f"pieces must be whole rows of blocks, {length} x {each} tokens each: got {q.shape[1]}.")
+    grid = replace(grid, shape=(count * length, *grid.shape[1:]))
+    blocks = TokenBlocks(grid, (count, *across))
+    kept = 0 if state is None else state[0].summaries.shape[2] // of_row
+    mixing = per_token(mixing_of_rows(matrix(), of_row, kept + count), grid, options)
+    before, after = iter(state or (None, None)), []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, **options: Any) -> Tensor:
+        taken = next(before)
+        memory = None if taken is None else taken.summaries
+        out, summaries = mhla_rows(q, k, v, mixing, blocks, memory, **options)
+        seen = summaries[:, :, max(kept + count + 1 - rows, 0) * of_row :]
+        after.append(MHLAState(seen.clone(), q.shape[1] + (0 if taken is None else taken.num_tokens)))
+        return out
+
+    if rotation is None:
+        step = {name: options[name] for name in ("normalizer", "feature_map", "eps")}
+        return attend(q, k, v, mixing, **step), tuple(after)
+    further: dict[str, Any] = {"largest": blocks.max_block_size, "grid": grid, "options": options}
+    out = separate_mhla(q, k, v, mixing, *rotation, attend=partial(attend, **PLAIN), **further)
+    return out, tuple(after)
 
 
 @kept

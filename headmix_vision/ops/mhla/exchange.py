@@ -85,6 +85,6 @@ def _gather(summaries: tuple[Tensor, ...], blocks: BlocksOfRank, dtype: torch.dt
             for rank, part in enumerate(parts):
                 blocks.narrow(whole, 2, rank).add_(part)
         else:
-            whole = torch.cat(parts, 2 + blocks.ranks.axis)
+            whole = torch.cat(parts, 2 + blocks.axis)
         gathered.append(torch.cat([first, whole.flatten(2, -2)], 2) if prefix else whole.flatten(2, -2))
     return [gathered[0].to(dtype), *gathered[1:]]
