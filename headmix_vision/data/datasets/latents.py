@@ -268,11 +268,11 @@ class LatentShards(PreparedSource):
         return int(self.manifest["count"])
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Latent, float32 [C, *], and label."""
+        """Latent, float32 [C, *grid], and label."""
         return self.read(index)
 
     def read(self, index: int, draw: int = 0) -> tuple[Tensor, int]:
-        """Latent, float32 [C, *], and label; another `draw` (epoch) is another sample of the same image."""
+        """Latent, float32 [C, *grid], and label; another `draw` (epoch) is another sample of the same image."""
         if not 0 <= index < len(self):
             raise IndexError(f"latent {index} of {len(self)}")
         number, place = divmod(index, int(self.manifest["shard_size"]))
