@@ -222,7 +222,7 @@ def load_autoencoder(
     except InputError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
-        hint = "" if path.is_dir() else "; without a connection, give the directory of a downloaded copy"
+        hint = "" if path.is_dir() else "; give a downloaded copy: --vae FOLDER, in training --model.vae FOLDER"
         raise InputError(f"autoencoder {source!r} cannot be loaded: {str(error).splitlines()[0]}{hint}") from None
     return Autoencoder(module, source, device, dtype)
 
