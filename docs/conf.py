@@ -13,51 +13,59 @@ sys.path.insert(0, str(ROOT))
 
 # All pages in their order after the README. Tests run the blocks of README and `docs/` in this order, too.
 PAGES = {
-    "Guides": [
-        "docs/training",
-        "docs/generating",
-        "docs/video",
-        "docs/sampling_videos",
-        "docs/wan",
-        "docs/scale",
-        "docs/evaluation",
-        "docs/inputs",
-        "docs/analysis",
-        "SECURITY",
-    ],
-    "Choose": ["docs/using_models", "docs/hardware", "docs/models"],
-    "How the kernels work": [
-        "headmix_vision/ops/mhla/README",
-        "headmix_vision/ops/head_in_head/README",
-        "headmix_vision/ops/mix_heads/README",
-        "headmix_vision/ops/grid_conv/README",
-    ],
-    "Results": ["benchmarks/README", "experiments/README"],
-    "API": [
-        "docs/api/headmix_vision",
-        "docs/api/ops",
-        "docs/api/layers",
-        "docs/api/models",
-        "docs/api/data",
-        "docs/api/diffusion",
-        "docs/api/runs",
-        "docs/api/sampling",
-        "docs/api/evaluation",
-        "docs/api/analysis",
-        "docs/api/training",
-    ],
-    "Contribute": [
-        "docs/architecture",
-        "docs/changes",
-        "CHANGELOG",
-        "notes/experiments",
-        "notes/generation",
-        "notes/kernels",
-        "notes/models",
-        "notes/scale",
-    ],
+    "Guides": {
+        "docs/swap": "Swap the attention of my model",
+        "docs/folder": "Train on my folder",
+        "docs/finetune": "Fine-tune",
+        "docs/training": "Runs: train, resume, export",
+        "docs/generating": "Generate images",
+        "docs/video": "Video: train on clips",
+        "docs/sampling_videos": "Video: draw",
+        "docs/models": "ImageNet on 8 GPUs",
+        "docs/wan": "Wan and Sana",
+        "docs/scale": "Many GPUs and SLURM",
+        "docs/datasets": "Data sets and latents",
+        "docs/evaluation": "Evaluation",
+        "docs/inputs": "Inputs",
+        "docs/analysis": "Look into attention layers",
+    },
+    "Choose": {
+        "docs/using_models": "Choose an attention",
+        "docs/hardware": "My card",
+        "docs/faq": "FAQ",
+        "SECURITY": "Security",
+    },
+    "How the kernels work": {
+        "docs/kernels": "Overview",
+        "headmix_vision/ops/mhla/README": "MHLA",
+        "headmix_vision/ops/head_in_head/README": "Head-in-Head",
+        "headmix_vision/ops/mix_heads/README": "Head mixes",
+        "headmix_vision/ops/grid_conv/README": "Convolution on the grid",
+    },
+    "Results": {"benchmarks/README": "Speed and memory", "experiments/README": "Experiments"},
+    "API": {
+        "docs/api/headmix_vision": "headmix_vision",
+        **{
+            f"docs/api/{package}": package
+            for package in (
+                *("ops", "layers", "models", "data", "diffusion", "runs", "sampling"),
+                *("evaluation", "analysis", "training"),
+            )
+        },
+    },
+    "Contribute": {
+        "docs/architecture": "Architecture",
+        "docs/changes": "Changes since 0.1.0",
+        "CHANGELOG": "Changelog",
+        "notes/libraries": "Own code beside libraries",
+        "notes/experiments": "Notes: what models learn",
+        "notes/generation": "Notes: generation",
+        "notes/kernels": "Notes: kernels",
+        "notes/models": "Notes: whole models",
+        "notes/scale": "Notes: several GPUs",
+    },
 }
-EXPERIMENTS = sorted(path.relative_to(ROOT).with_suffix("").as_posix() for path in ROOT.glob("experiments/*/README.md"))
+EXPERIMENTS = {f"experiments/{path.parent.name}/README": "" for path in sorted(ROOT.glob("experiments/*/README.md"))}
 
 project = "headmix_vision"
 root_doc = "README"
@@ -85,10 +93,9 @@ html_copy_source = False
 html_theme_options = {"navigation_with_keys": True}
 
 
-def _toctree(caption: str, pages: list[str]) -> str:
-    return "\n".join(
-        ["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *(f"/{page}" for page in pages), "```", ""]
-    )
+def _toctree(caption: str, pages: dict[str, str]) -> str:
+    listed = [f"{title} </{page}>" if title else f"/{page}" for page, title in pages.items()]
+    return "\n".join(["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *listed, "```", ""])
 
 
 def _read_source(app: object, page: str, source: list[str]) -> None:
@@ -121,7 +128,13 @@ def _escape_shapes(app: object, kind: str, name: str, what: object, options: obj
     lines[:] = [re.sub(r"(?<![*\w`])\*(?=\w)", r"\\*", line) for line in lines]
 
 
+def _skip_fields(app: object, kind: str, name: str, member: object, skip: bool, options: object) -> bool:
+    """Leave out fields of named tuples: their class describes them."""
+    return skip or str(getattr(member, "__doc__", "")).startswith("Alias for field number")
+
+
 def setup(app) -> None:
+    app.connect("autodoc-skip-member", _skip_fields)
     app.connect("builder-inited", _import_lazy_names)
     app.connect("autodoc-process-docstring", _escape_shapes, priority=900)
     app.connect("source-read", _read_source)
