@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-CHECKED := headmix_lab headmix_vision tests benchmarks experiments examples train_cls.py train_gen.py sample.py
+CHECKED := headmix_lab headmix_vision tests benchmarks experiments examples docs train_cls.py train_gen.py sample.py
 
 # Processes of the tests, each with one thread.
 JOBS ?= 2
@@ -12,7 +12,7 @@ GPU_JOBS ?= 6
 # The tests start Python often; what it has compiled is kept even where the environment says otherwise.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist worksteal
 
-.PHONY: install demo demo-video test test-slow test-refusals test-peers test-gpu fuzz-gpu compile-kernels compile-kernels-quick \
+.PHONY: install demo demo-video docs test test-slow test-refusals test-peers test-gpu fuzz-gpu compile-kernels compile-kernels-quick \
 	test-newest test-oldest lint format clean
 
 install: $(INSTALLED)
@@ -109,6 +109,10 @@ test-newest test-oldest: test-%:
 		--resolution $(if $(filter newest,$*),highest,lowest-direct) '.[all,test]'
 	cd tests && OMP_NUM_THREADS=1 ../$(VENV)-$*/bin/python -m pytest -n $(JOBS) $(TESTS)
 	rm -rf $(VENV)-$*
+
+# The site, in build/site/index.html. A broken link or a wrong docstring ends it.
+docs: install
+	$(BIN)/python -m sphinx --jobs $(JOBS) --fail-on-warning --keep-going --quiet -c docs -d build/doctrees . build/site
 
 lint: install
 	$(BIN)/ruff format --check $(CHECKED)

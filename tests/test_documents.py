@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import builtins
 import importlib
 import re
 import shutil
@@ -31,6 +32,16 @@ OTHERS = {
     "train_gen.py",
     "sample.py",
 }  # timm's, a run's, ours
+# Names in blocks that are the reader's own.
+READERS = {
+    "analysis.md": "images network",
+    "evaluation.md": "samples",
+    "faq.md": "state",
+    "scale.md": "model objective t x y",
+    "using_models.md": "beta k log_decay mask mixing q v",
+    "video.md": "t times x y",
+    "wan.md": "latents original text timestep",
+}
 TRAINING = {"train-cls": "cls", "train-gen": "gen", "distill": "gen"}
 # Bash expands a block as it stands, and finds none of its programs: each comes back as its words.
 PRINTED = "command_not_found_handle() { printf '%s\\x1f' \"$@\"; echo; }\n"
@@ -115,7 +126,7 @@ def test_commands_of_documents_are_accepted(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copy(FOLDER / "gen" / "digits.yaml", tmp_path / "RECIPE")
-    for run in ("digits", "emoji"):
+    for run in ("digits", "emoji", "pictures"):
         (tmp_path / "runs" / run).mkdir(parents=True)
         shutil.copy(FOLDER / "cls" / "digits.yaml", tmp_path / "runs" / run / CONFIG)
     (tmp_path / "my_recipe.yaml").touch()
@@ -133,6 +144,19 @@ def test_imports_of_documents_exist(path: Path) -> None:
         for line in ast.parse(block).body:
             if isinstance(line, ast.Import | ast.ImportFrom):
                 exec(ast.unparse(line), {})
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_blocks_import_what_they_use_or_a_block_before_them_does(path: Path) -> None:
+    bound = {*dir(builtins), *READERS.get(path.name, "").split()}
+    for block in blocks(path, "python"):
+        nodes = [*ast.walk(ast.parse(block))]
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        bound |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        assert not {node.id for node in names} - bound
 
 
 def test_the_snippet_of_the_readme_runs() -> None:

@@ -23,6 +23,10 @@ from headmix_vision.data.seeding import derive_seed, restored_generators, seed_g
 from headmix_vision.errors import InputError, explain
 
 
+class SmallSplitError(InputError):
+    """The training split does not fill one global batch."""
+
+
 class SampleKey(NamedTuple):
     """Name a training sample; it carries the epoch, so that persistent workers know it, and whether it is a still."""
 
@@ -94,7 +98,7 @@ class TrainBatchSampler(Sampler[list[SampleKey]]):
         self.world_size = world_size
         self.first_batch = first_batch
         if max(self.bucket_sizes) < self.global_batch_size:
-            raise InputError(
+            raise SmallSplitError(
                 f"the training split has {max(self.bucket_sizes)} images, fewer than one global batch of "
                 f"{self.global_batch_size} (batch_size {batch_size} x {world_size} processes); lower batch_size"
             )

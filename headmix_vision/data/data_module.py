@@ -22,6 +22,7 @@ from headmix_vision.data.batches import (
     EvalSamples,
     PreparedSamples,
     RandomBatch,
+    SmallSplitError,
     TrainBatchSampler,
     TrainLoader,
     TrainSamples,
@@ -32,7 +33,15 @@ from headmix_vision.data.batches import (
     obey_parent,
 )
 from headmix_vision.data.datasets import find_dataset, open_split
-from headmix_vision.data.datasets.base import BatchSource, PreparedSource, Source, SplitRequest, Transform, Use
+from headmix_vision.data.datasets.base import (
+    AbsentSplitError,
+    BatchSource,
+    PreparedSource,
+    Source,
+    SplitRequest,
+    Transform,
+    Use,
+)
 from headmix_vision.data.datasets.derived import InMemory, hold_out
 from headmix_vision.data.datasets.streams import Stream, StreamLoader
 from headmix_vision.errors import InputError, check_counts, check_flags, check_numbers
@@ -177,7 +186,10 @@ class DataModule(lightning.LightningDataModule):
         opened = {role: str(names[role]) for role in roles if names[role] is not None}
         if not opened:
             raise InputError("there is no validation split: set data.val_split")
-        self._splits = {role: self._open(split, role) for role, split in opened.items()}
+        try:
+            self._splits = {role: self._open(split, role) for role, split in opened.items()}
+        except AbsentSplitError as error:
+            raise self._with_fitting_options(error) if "val" in opened and stage == "fit" else error from None
         first, *others = self._splits
         self.class_names = self._splits[first].class_names
         self.num_classes = len(self.class_names)
@@ -186,7 +198,35 @@ class DataModule(lightning.LightningDataModule):
         if stage == "fit":
             if self.shuffle_shards is not None and getattr(self._splits["train"], "shard_sizes", None) is None:
                 raise InputError(f"shuffle_shards is {self.shuffle_shards}, but {self.dataset!r} is not in shards")
-            self._check_interval(self.train_dataloader())  # which refuses a split that is smaller than a batch
+            try:
+                loader = self.train_dataloader()
+            except SmallSplitError as error:
+                raise self._with_fitting_options(error) from None
+            self._check_interval(loader)
+
+    def _with_fitting_options(self, error: InputError) -> InputError:
+        """Add all options that fit a recipe to the training split, unless that lacks, too."""
+        trainer = self._attached_trainer()
+        try:
+            train = open_split(self.request(self.train_split, "train"))
+        except AbsentSplitError:
+            return error
+        options, samples = [], len(train)
+        try:
+            if self.val_split is not None and self.holdout_every is None:
+                open_split(self.request(self.val_split, "val"))
+        except AbsentSplitError:
+            options.append("--data.val_split null" if self.use == "generation" else "--data.holdout_every 5")
+        if options == ["--data.holdout_every 5"] or self.holdout_every is not None:
+            samples -= samples // (self.holdout_every or 5)
+        if samples < self.batch_size * trainer.world_size:
+            options.append(
+                f"--data.batch_size {2 ** max(1, int(math.log2(max(1, samples // trainer.world_size))) - 1)}"
+            )
+        classes = len(train.class_names)
+        if self._needs_labels and classes != self._model_classes:
+            options.append(f"--model.num_classes {classes}")
+        return InputError(f"{error}. These options fit the training split: {' '.join(options)}")
 
     def _open(self, split: str, role: str) -> Source | Stream:
         opened = open_split(self.request(split, role))

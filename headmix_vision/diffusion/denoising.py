@@ -359,7 +359,7 @@ def denoise(
         null_label: Label that stands for no condition; guidance needs it.
         guidance: Classifier-free guidance; none when None.
         generator: Random numbers of schedulers that draw some, one generator for all samples or one for each.
-        prefix: First frames of clips, [B or 1, C, T0, *] with T0 from 1 to T - 1. They stay as they are, without
+        prefix: First frames of clips, [B or 1, C, T0, *grid] with T0 from 1 to T - 1. They stay as they are, without
             noise at every step, which the network is told by times [B, T].
         step_end: Called after each step.
         progress: Wraps the scheduler's times, to show how far the loop is.

@@ -51,7 +51,7 @@ class Autoencoder:
     One of images takes clips frame by frame. One of videos takes an image as a clip of one frame; its first latent
     frame stands for the first frame alone, each further one for as many frames as it compresses.
 
-    Its module is kept out of `nn.Module`s that hold this object: it is neither trained, nor averaged, nor saved.
+    Its module is kept out of every `nn.Module` that hold this object: it is neither trained, nor averaged, nor saved.
 
     Args:
         module: `AutoencoderKL`, `AutoencoderDC`, `AutoencoderKLWan`, `AutoencoderKLLTXVideo`,
@@ -222,7 +222,7 @@ def load_autoencoder(
     except InputError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
-        hint = "" if path.is_dir() else "; without a connection, give the directory of a downloaded copy"
+        hint = "" if path.is_dir() else "; give a downloaded copy: --vae FOLDER, in training --model.vae FOLDER"
         raise InputError(f"autoencoder {source!r} cannot be loaded: {str(error).splitlines()[0]}{hint}") from None
     return Autoencoder(module, source, device, dtype)
 

@@ -259,6 +259,11 @@ class BaseModule(LightningModule):
         total_steps = self.trainer.estimated_stepping_batches
         if not 0 < total_steps < math.inf:
             raise InputError("the schedule needs the length of the run: set trainer.max_epochs or trainer.max_steps")
+        if self.trainer.max_steps > total_steps:
+            say_once(
+                f"note: trainer.max_epochs={self.trainer.max_epochs} ends the run after {total_steps:g} steps, before"
+                f" trainer.max_steps={self.trainer.max_steps}. For all steps set trainer.max_epochs to -1"
+            )
         epoch_steps = count_epoch_steps(self.trainer)
         if math.isinf(epoch_steps) and self.schedule_config.warmup_epochs:
             raise InputError("the length of an epoch is unknown: set schedule.warmup_epochs=0")

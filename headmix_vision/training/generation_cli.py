@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 
+from headmix_vision.data.datasets.latents import read_manifest
 from headmix_vision.data.generation import GenerationData
 from headmix_vision.errors import InputError
 from headmix_vision.runs.directory import CURVES, SAMPLES
@@ -68,6 +69,7 @@ class GenerationCLI(RunCLI):
         """Return sample grids and scores where they are asked for, and learning curves."""
         options, made = self.options, self.config_init[self.config.subcommand]
         vae, seed = options.model.vae, options.seed_everything
+        self._check_vae(vae)
         sampler = ImageSampler(vae, fetch=self.trust.knows(vae))
         callbacks: list[Callback] = []
         if made.samples.every_n_steps is not None:
@@ -79,6 +81,18 @@ class GenerationCLI(RunCLI):
             run_dir / CURVES, lambda: self.metrics.rows, panels=GENERATOR_PANELS, needs="train/loss"
         )
         return [*callbacks, curves]
+
+    def _check_vae(self, vae: str | None) -> None:
+        """Refuse a recipe's autoencoder where another one, which is here, made the latents."""
+        data = self.options.data
+        if vae is None or "model.vae" in self.given or data.dataset != "latents" or data.root is None:
+            return
+        made_by = read_manifest(Path(data.root))["autoencoder"].get("source")
+        if made_by is not None and made_by != vae and Path(made_by).is_dir():
+            raise InputError(
+                f"the recipe decodes with {vae}, but {made_by} made the latents of {data.root}: give --model.vae"
+                f" {made_by}, or --model.vae {vae} if both are the same autoencoder"
+            )
 
     def after_fit(self) -> None:
         """Sum up the training loss, if an epoch was finished, and where the files are."""

@@ -314,6 +314,10 @@ def test_latents_of_an_autoencoder(tmp_path: Path, capfd: pytest.CaptureFixture[
     ):
         assert run("fit", "-c", config, "--run_dir", tmp_path / "other", *options) == 2
         assert message.split(" .* ")[-1] in capfd.readouterr().err
+    text = config.read_text().replace(f"vae: {tmp_path / 'vae'}", "vae: owner/other")
+    (tmp_path / "other.yaml").write_text(text)
+    assert run("fit", "-c", tmp_path / "other.yaml", "--run_dir", tmp_path / "other") == 2
+    assert f"the latents of {tmp_path / 'latents'}: give --model.vae {tmp_path / 'vae'}" in capfd.readouterr().err
 
 
 def test_small_image_folder(tmp_path: Path) -> None:

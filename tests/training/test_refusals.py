@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from headmix_vision.errors import InputError
 from headmix_vision.runs.checkpoints import read_checkpoint
@@ -320,3 +321,27 @@ def test_defects_keep_their_traceback(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("headmix_vision.training.classifier.ImageClassifier.training_step", broken)
     with pytest.raises(ValueError, match="not the user's fault"):
         run("fit", "-c", config, "--run_dir", tmp_path / "run")
+
+
+def test_a_folder_that_does_not_fit_its_recipe_is_refused_once_with_all_options(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for index in range(60):
+        path = tmp_path / "pictures" / "train" / "abc"[index % 3] / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (index, 0, 0)).save(path)
+    command = ["fit", "-c", "imagenet", "--model.name", "deit_mhla_tiny", "--data.root", "pictures", "--dry-run"]
+    message = refused(capfd, *command)
+    options = "--data.holdout_every 5 --data.batch_size 16 --model.num_classes 3"
+    assert message.endswith(f"These options fit the training split: {options}")
+    assert run(*command, *options.split()) == 0
+    message = refused(capfd, *command, "--data.holdout_every", 5)
+    assert message.endswith("These options fit the training split: --data.batch_size 16 --model.num_classes 3")
+
+
+def test_a_length_in_steps_beyond_the_epochs_is_noted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path / "tiny.yaml")
+    for steps, noted in ((4000, True), (3, False)):
+        assert run("fit", "-c", config, "--dry-run", "--trainer.max_steps", steps) == 0
+        assert (f"before trainer.max_steps={steps}" in capfd.readouterr().err) == noted

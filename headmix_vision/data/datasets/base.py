@@ -36,6 +36,10 @@ EVAL_SYNONYMS = ("validation", "val", "valid", "eval", "evaluation")
 TRAIN_SYNONYMS = ("train", "training")
 
 
+class AbsentSplitError(InputError):
+    """A data set lacks a split."""
+
+
 @dataclass(frozen=True)
 class DatasetEntry:
     """One line of the table of data sets: how to open a kind of data set, and what holds for it before it is open.

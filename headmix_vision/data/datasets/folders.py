@@ -11,6 +11,7 @@ from headmix_vision.console import say_left_out
 from headmix_vision.data.datasets.base import (
     EVAL_SYNONYMS,
     TRAIN_SYNONYMS,
+    AbsentSplitError,
     Pictures,
     RawImage,
     Source,
@@ -136,7 +137,9 @@ def open_folder(request: SplitRequest) -> Source:
     if request.split == request.train_split and not request.needs_labels:
         return open_class_folders(root, request)
     looked_for = ", ".join(f"{name}/" for name in names)
-    raise InputError(f"root {str(root)!r} has no {request.split} split: looked for {looked_for} and the same with .tar")
+    raise AbsentSplitError(
+        f"root {str(root)!r} has no {request.split} split: looked for {looked_for} and the same with .tar"
+    )
 
 
 def split_candidates(split: str) -> tuple[str, ...]:

@@ -325,11 +325,11 @@ class LatentShards(PreparedSource):
         return int(self.manifest["count"])
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Latent, float32 [C, *], and label."""
+        """Latent, float32 [C, *grid], and label."""
         return self.read(index)
 
     def read(self, index: int, draw: int = 0) -> tuple[Tensor, Any]:
-        """Latent, float32 [C, *], and label; another `draw` (epoch) is another sample of the same image.
+        """Latent, float32 [C, *grid], and label; another `draw` (epoch) is another sample of the same image.
 
         Instead of the label the prompt, where it is wanted: embedding [L, D] and, of a masked one, mask [L].
         """
