@@ -196,7 +196,7 @@ def write_cache(
         manifest |= {"clip": clip, "frame_rate": rate and rate / (autoencoder.time_downsampling or 1)}
     if prompts is not None:
         manifest["prompts"] = prompts.encoder.description
-    numbers = sum(math.prod(shape) for shape in tensor_shapes(manifest).values())
+    numbers = sum(math.prod(shape) for name, shape in tensor_shapes(manifest).items() if name != "labels")
     needed = len(source) * numbers * getattr(torch, str(manifest["dtype"])).itemsize
     there = sum(path.stat().st_size for path in out.glob("*.safetensors")) if out.is_dir() else 0
     check_disk(out, needed - there, f"a cache of {len(source)} {'images' if clip is None else 'clips'}")
