@@ -54,6 +54,8 @@ PAGES = {
         },
     },
     "Contribute": {
+        "CONTRIBUTING": "From clone to a new core",
+        "CODE_OF_CONDUCT": "Code of conduct",
         "docs/architecture": "Architecture",
         "docs/changes": "Changes since 0.1.0",
         "CHANGELOG": "Changelog",

@@ -25,7 +25,8 @@ def public_names() -> set[str]:
         for block in test_documents.blocks(path, "python"):
             for line in ast.walk(ast.parse(block)):
                 if isinstance(line, ast.ImportFrom) and str(line.module).startswith("headmix_vision"):
-                    names |= {f"{line.module}.{alias.name}" for alias in line.names}
+                    module = str(line.module).replace("layers.cores.base", "layers")  # which lists them
+                    names |= {f"{module}.{alias.name}" for alias in line.names}
     return names
 
 
