@@ -154,6 +154,7 @@ def test_blocks_import_what_they_use_or_a_block_before_them_does(path: Path) -> 
         for node in nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
         names = [node for node in nodes if isinstance(node, ast.Name)]
         bound |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
         assert not {node.id for node in names} - bound
