@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 
-from headmix_vision.data.datasets.latents import read_manifest
+from headmix_vision.data.datasets.latents import MANIFEST, read_manifest
 from headmix_vision.data.generation import GenerationData
 from headmix_vision.errors import InputError
 from headmix_vision.runs.directory import CURVES, SAMPLES
@@ -87,6 +87,8 @@ class GenerationCLI(RunCLI):
         data = self.options.data
         if vae is None or "model.vae" in self.given or data.dataset != "latents" or data.root is None:
             return
+        if not (Path(data.root) / MANIFEST).is_file():
+            return  # the data set refuses its root
         made_by = read_manifest(Path(data.root))["autoencoder"].get("source")
         if made_by is not None and made_by != vae and Path(made_by).is_dir():
             raise InputError(
