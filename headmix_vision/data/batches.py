@@ -98,8 +98,9 @@ class TrainBatchSampler(Sampler[list[SampleKey]]):
         self.world_size = world_size
         self.first_batch = first_batch
         if max(self.bucket_sizes) < self.global_batch_size:
+            where = "the training split" if len(self.bucket_sizes) == 1 else "the largest size of the training split"
             raise SmallSplitError(
-                f"the training split has {max(self.bucket_sizes)} images, fewer than one global batch of "
+                f"{where} has {max(self.bucket_sizes)} images, fewer than one global batch of "
                 f"{self.global_batch_size} (batch_size {batch_size} x {world_size} processes); lower batch_size"
             )
 

@@ -30,7 +30,7 @@ def cache_sizes(request: CacheRequest) -> list[tuple[int, int]]:
 
 
 def deal_to_sizes(source: Source, sizes: list[tuple[int, int]]) -> list[list[int]]:
-    """Deal samples to the size whose aspect ratio is nearest to that of their file."""
+    """Deal each sample to the size with the aspect ratio nearest to its file's."""
     if len(sizes) == 1:
         return [list(range(len(source)))]
 

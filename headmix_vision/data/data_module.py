@@ -211,7 +211,7 @@ class DataModule(lightning.LightningDataModule):
             train = open_split(self.request(self.train_split, "train"))
         except AbsentSplitError:
             return error
-        options, samples = [], len(train)
+        options, samples = [], max(getattr(train, "bucket_sizes", None) or [len(train)])
         try:
             if self.val_split is not None and self.holdout_every is None:
                 open_split(self.request(self.val_split, "val"))

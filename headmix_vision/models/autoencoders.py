@@ -51,7 +51,7 @@ class Autoencoder:
     One of images takes clips frame by frame. One of videos takes an image as a clip of one frame; its first latent
     frame stands for the first frame alone, each further one for as many frames as it compresses.
 
-    Its module is kept out of every `nn.Module` that hold this object: it is neither trained, nor averaged, nor saved.
+    Its module is kept out of every `nn.Module` that holds this object: it is neither trained, nor averaged, nor saved.
 
     Args:
         module: `AutoencoderKL`, `AutoencoderDC`, `AutoencoderKLWan`, `AutoencoderKLLTXVideo`,

@@ -140,7 +140,7 @@ class WanMHLATransformer3DModel(ConvertedModel, WanTransformer3DModel):
         """Divide work among devices as diffusers does; under context parallelism MHLA exchanges block summaries alone.
 
         Each rank is called with the whole input and returns the whole output. Layers that keep softmax use diffusers'
-        ring or Ulysses attention. Gradients are those of the rank's tokens: their sum over the ranks is the whole.
+        ring or Ulysses attention. Each rank has the gradients of its own tokens; their sum over the ranks is the whole.
 
         Args:
             config: a ``diffusers.ContextParallelConfig``, or another configuration that diffusers takes.

@@ -108,7 +108,7 @@ class WanMHLAProcessor(nn.Module):
 
     Args:
         attn: the layer. New weights take its device and type; mixing weights are float32 at least.
-        config: of the model, see ``WanMHLATransformer3DModel``. Its ``eps`` is that of the features and the norm.
+        config: of the model, see ``WanMHLATransformer3DModel``. Features and norm take its ``eps``.
 
     Shape:
         ``hidden_states`` [B, N, C] -> [B, N, C]; ``rotary_emb`` as from :class:`GridRotary`. Under context parallelism

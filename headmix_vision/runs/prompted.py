@@ -45,7 +45,7 @@ def load_prompted(network: PromptedTransformer, checkpoint: str) -> None:
 
 
 def check_latents(network: PromptedTransformer, folder: str, manifests: dict[str, dict[str, Any]]) -> None:
-    """Check that cached latents and prompts are those of the pipeline of a transformer.
+    """Check that the transformer's own pipeline made the cached latents and prompts.
 
     Args:
         network: The network.

@@ -391,7 +391,7 @@ class LatentShards(PreparedSource):
 
 
 class LatentBuckets(PreparedSource):
-    """Latents of several sizes with their prompts: the samples of one cache after those of another.
+    """Latents of several sizes with their prompts: caches one after another.
 
     Args:
         caches: A cache for each size.

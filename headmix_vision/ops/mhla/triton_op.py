@@ -336,7 +336,7 @@ def _gradients(call: Backward) -> Gradients:
 
 
 def _of_inputs(gradients: Gradients, call: Backward) -> Gradients:
-    """Give the mixing's gradient the type of the mixing, and leave out that of a denominator that was not given."""
+    """Cast the mixing's gradient to the mixing's type; leave out the denominator's gradient if none was given."""
     given = call.settings.normalizer == "source_block"
     denominator = gradients.denominator if given else torch.empty_like(call.saved.inverse[..., :0])
     return gradients._replace(mixing=gradients.mixing.to(call.mixing.dtype), denominator=denominator)

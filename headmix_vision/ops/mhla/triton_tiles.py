@@ -488,7 +488,7 @@ def fold_runs_kernel(d_weights, d_mixing, blocks, runs, height, width, M, TILE: 
 
 @triton.jit
 def key_and_value_gradients(d_k, d_v, width):
-    """Point to the gradients of keys and values; without ``d_v`` they follow that of queries in one tensor."""
+    """Point to the gradients of keys and values; without ``d_v`` they follow the gradients of queries in one tensor."""
     if d_v is None:
         return d_k + width, d_k + 2 * width
     else:
