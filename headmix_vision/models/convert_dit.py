@@ -94,7 +94,7 @@ def convert_dit_state_dict(state_dict: dict[str, Tensor], model: HeadMixDiT, sit
     model are first inflated for a model on clips (:func:`inflate_dit`).
 
     >>> import timm, headmix_vision
-    >>> source = timm.create_model("dit_softmax_s_2", depth=1, learned_variance=True).state_dict()  # or read_dit_weights
+    >>> source = timm.create_model("dit_softmax_s_2", depth=1, learned_variance=True).state_dict()
     >>> model = timm.create_model("dit_mhla_s_2", depth=1, learned_variance=True)
     >>> converted = convert_dit_state_dict(source, model)
     >>> model.load_state_dict(converted.state_dict)
