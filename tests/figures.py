@@ -113,6 +113,7 @@ DEMOS, DIGITS, RANK = f"{OF}/demos/results.csv", f"{OF}/digits/results.csv", f"{
 MIXES, COMPRESS, COUNTING = (f"{OF}/{name}/results.csv" for name in ("head_mixes", "compress", "counting"))
 RECALL, RATES = f"{OF}/recall/results.csv", f"{OF}/stable_rates/results.csv"
 CLIPS, DISTILLED = f"{OF}/moving_digits/results.csv", f"{OF}/moving_digits/distilled.csv"
+SWAP, SWAP_EMOJI = f"{OF}/swap/fashion_mnist.csv", f"{OF}/swap/emoji.csv"
 JUDGES = f"{OF}/emoji_classifiers"
 
 
@@ -762,6 +763,23 @@ CLAIMS = (
         r"launch overhead: # ms a block \(DiT-XL/2, 64 latents, H200\) where one GPU needs #\.",
         lambda: [1000 / 28 * two_gpus(SCALE_H200, what, 64, "step_s") for what in ("fsdp2", "one")],
         SCALE_H200,
+    ),
+    Claim(
+        "experiments/swap/README.md",
+        r"at both sizes, in # to # minutes",
+        lambda: sorted(x for row in ("mhla", "hybrid") for x in column(SWAP, "minutes", row=row, stage="features"))[
+            ::3
+        ],
+        SWAP,
+    ),
+    Claim(
+        "experiments/swap/README.md",
+        r"MHLA loses # points by k-NN of patches",
+        lambda: [
+            cell(SWAP_EMOJI, "knn_patch_mean", row="teacher")
+            - cell(SWAP_EMOJI, "knn_patch_mean", row="mhla", stage="attention")
+        ],
+        SWAP_EMOJI,
     ),
     Claim(
         "docs/datasets.md",
