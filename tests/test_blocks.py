@@ -14,6 +14,7 @@ TEXTS = {path.stem: [block.text for block in test_documents.all_blocks(path)] fo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_all_blocks_run_in_the_order_of_their_pages(tmp_path: Path) -> None:
     script = Path(blocks.__file__)
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
