@@ -121,6 +121,8 @@ ADDED = (  # options, to commands that hold a pattern
     (" -c (imagenet|emoji|canvas|folder)", "--data.batch_size 2 --data.eval_batch_size 2 --trainer.precision 32-true"),
     (" -c imagenet(?!.* skytimelapse)", "--model.num_classes 3"),
     (" -c imagenet256(?!.* skytimelapse)", "--samples.classes [0,1]"),
+    ("cache-latents.*latents/(ucf101|skytimelapse)", "--image-size 64"),
+    (" -c (ucf101|skytimelapse)", "--model.input_size [16,8,8]"),
     ("evaluate is", "--splits 2"),
     ("train-(cls|gen) fit.* -c ", "--model.schedule.warmup_epochs 0"),
     ("classifier fit", f"--model.attention.steps 1 --model.features.steps 1 --trainer.val_check_interval 1 {SHORT}"),

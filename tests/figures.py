@@ -136,6 +136,11 @@ def mixes(task: str, core: str) -> list[float]:
     return found
 
 
+def mixed_size(mix: str, name: str) -> float:
+    """Return the operations or parameters of softmax on digits, in `head_mixes`."""
+    return mean(MIXES, name, task="digits", core="softmax", mix=mix, mlp_ratio="4.0")
+
+
 def stable_rate(core: str, mix: str) -> float:
     """Return the highest rate whose mean is at most 10 points below the best rate's."""
     rows = read_csv(ROOT / RATES, core=core, mix=mix, options="{}")
@@ -780,6 +785,26 @@ CLAIMS = (
             - cell(SWAP_EMOJI, "knn_patch_mean", row="mhla", stage="attention")
         ],
         SWAP_EMOJI,
+    ),
+    Claim(
+        "experiments/emoji/README.md",
+        r"as the test split, here # to # %",
+        lambda: sorted(mean(EMOJI, "nearer_percent", row=row, split="test") for row in ("softmax", "mhla", "linear"))[
+            ::2
+        ],
+        EMOJI,
+    ),
+    Claim(
+        "experiments/stable_rates/README.md",
+        r"converged softmax \(# % after 80 epochs\)",
+        lambda: mixed("digits", "softmax")[:1],
+        MIXES,
+    ),
+    Claim(
+        "experiments/head_mixes/README.md",
+        r"MEA costs # % of operations and # % of parameters",
+        lambda: [100 * (mixed_size("mea", name) / mixed_size("plain", name) - 1) for name in ("flops", "parameters")],
+        MIXES,
     ),
     Claim(
         "docs/datasets.md",
