@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from headmix_vision.files.writing import atomic_path
 
@@ -112,8 +113,19 @@ def save_svg(path: Path, figure: Figure) -> None:
 
 
 def encode_svg(figure: Figure) -> bytes:
-    """Make the file of a figure: an SVG, text as text."""
+    """Make the file of a figure: an SVG, text as text. Two strokes cut a linear axis that does not begin at zero."""
+    for axes in figure.axes:
+        _mark_cut_axes(axes)
     encoded = io.StringIO()
     with mpl.rc_context(_STYLE | {"svg.fonttype": "none"}):
         figure.savefig(encoded, format="svg", metadata={"Date": None})
     return encoded.getvalue().encode()
+
+
+def _mark_cut_axes(axes: Axes) -> None:
+    """Draw two strokes across the beginning of each linear axis that begins above zero."""
+    strokes: Any = {"transform": axes.transAxes, "color": BLACK, "clip_on": False, "linestyle": "none", "markersize": 9}
+    if axes.get_yscale() == "linear" and axes.get_ylim()[0] > 0:
+        axes.add_line(Line2D([0, 0], [0.03, 0.06], marker=[(-1, -0.4), (1, 0.4)], **strokes))
+    if axes.get_xscale() == "linear" and axes.get_xlim()[0] > 0:
+        axes.add_line(Line2D([0.02, 0.035], [0, 0], marker=[(-0.4, -1), (0.4, 1)], **strokes))
