@@ -297,7 +297,8 @@ def whole_models() -> str:
         frames = f"{size.split('x')[0]} x " if "x" in size else ""
         setting = f"{gpu}, {kind}, {frames}{side:,} px, batch {batch}, {MODES[mode]}, {COMPILE_MODES[compile_mode]}"
         lines.append([setting, *(cells.get(core, "") for core in MODEL_COLUMNS)])
-    return markdown_table(["images/s", *MODEL_COLUMNS.values()], lines)
+    missing = [["not measured yet", *[""] * len(MODEL_COLUMNS)]]
+    return markdown_table(["images/s", *MODEL_COLUMNS.values()], lines or missing)
 
 
 def _place(item: tuple[tuple[str, ...], object]) -> tuple[object, ...]:

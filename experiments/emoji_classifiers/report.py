@@ -29,11 +29,7 @@ CLAIMS = {
 }
 
 
-TITLES = {
-    "rank_over_training": "37 subgroups of emoji, 64 px, 256 tokens, no CPE",
-    "block_count": "MHLA without CPE, 37 subgroups of emoji, 256 tokens",
-    "length": "37 subgroups of emoji, 64 and 128 px, no CPE",
-}
+TITLE = "ViT of 128 dims without CPE, 37 subgroups of emoji"
 
 
 def sweep(name: str, *columns: str) -> str:
@@ -44,7 +40,7 @@ def sweep(name: str, *columns: str) -> str:
 def figure(kind: str, path: Path, name: str = "", curves: str = "") -> None:
     """Write the figure of a sweep whose networks were chosen by balanced accuracy."""
     rows = compared(_read(name or kind))
-    drawn = draw(kind, rows, SCORES[-1], _read(curves) if curves else (), TITLES[kind])
+    drawn = draw(kind, rows, SCORES[-1], _read(curves) if curves else (), TITLE)
     assert drawn is not None
     save_svg(path, drawn)
 

@@ -31,6 +31,8 @@ DRAWN_IN = {
     "experiments/head_mixes/learned_mhla.png": "analysis/test_mixing_command.py",
     "experiments/moving_digits/moving_digits.png": "experiments/test_moving_digits_models.py",
     "experiments/moving_digits/moving_digits_curves.svg": "experiments/test_moving_digits_models.py",
+    "experiments/swap/maps.png": "experiments/test_swapped_backbones.py",
+    "experiments/swap/maps_hih.png": "experiments/test_swapped_backbones.py",
 }
 DOCUMENTS = sorted(path for folder in FOLDERS for path in REPOSITORY.glob(f"{folder}/*.md"))
 
