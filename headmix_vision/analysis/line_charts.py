@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
 from headmix_vision.files.writing import atomic_path
@@ -18,6 +19,7 @@ OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  
 BLACK = "#000000"
 SOFTMAX, LINEAR, MHLA, HEAD_IN_HEAD, *OTHERS = OKABE_ITO  # where a plot shows attentions, each has the same colour
 _WIDTH_IN, _TEXT_PT, _PITCH_PT = 6.0, 11, 13
+_PAD_IN = 0.1  # beside the labels: fonts of browsers are a little wider
 _STYLE: Any = {
     "font.size": _TEXT_PT,
     "axes.spines.top": False,
@@ -42,7 +44,7 @@ def line_figure(rows: int = 1, columns: int = 1, height_in: float = 3.6, **share
         The figure and its panels [rows, columns].
     """
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
+        figure = Figure(figsize=(_WIDTH_IN, height_in), layout=ConstrainedLayoutEngine(w_pad=_PAD_IN))
         FigureCanvasSVG(figure)
         return figure, figure.subplots(rows, columns, squeeze=False, **shared)
 
