@@ -297,8 +297,7 @@ def whole_models() -> str:
         frames = f"{size.split('x')[0]} x " if "x" in size else ""
         setting = f"{gpu}, {kind}, {frames}{side:,} px, batch {batch}, {MODES[mode]}, {COMPILE_MODES[compile_mode]}"
         lines.append([setting, *(cells.get(core, "") for core in MODEL_COLUMNS)])
-    missing = [["not measured yet", *[""] * len(MODEL_COLUMNS)]]
-    return markdown_table(["images/s", *MODEL_COLUMNS.values()], lines or missing)
+    return markdown_table(["images/s", *MODEL_COLUMNS.values()], lines)
 
 
 def _place(item: tuple[tuple[str, ...], object]) -> tuple[object, ...]:
