@@ -128,6 +128,6 @@ def _mark_cut_axes(axes: Axes) -> None:
     """Draw two strokes across the beginning of each linear axis that begins above zero."""
     strokes: Any = {"transform": axes.transAxes, "color": BLACK, "clip_on": False, "linestyle": "none", "markersize": 9}
     if axes.get_yscale() == "linear" and axes.get_ylim()[0] > 0:
-        axes.add_line(Line2D([0, 0], [0.03, 0.06], marker=[(-1, -0.4), (1, 0.4)], **strokes))
+        axes.add_line(Line2D([0, 0], [0.03, 0.06], marker=[(-5, -2), (5, 2)], **strokes))
     if axes.get_xscale() == "linear" and axes.get_xlim()[0] > 0:
-        axes.add_line(Line2D([0.02, 0.035], [0, 0], marker=[(-0.4, -1), (0.4, 1)], **strokes))
+        axes.add_line(Line2D([0.02, 0.035], [0, 0], marker=[(-2, -5), (2, 5)], **strokes))
