@@ -39,8 +39,8 @@ def sweep(name: str, *columns: str) -> str:
 
 def figure(kind: str, path: Path, name: str = "", curves: str = "") -> None:
     """Write the figure of a sweep whose networks were chosen by balanced accuracy."""
-    rows = compared(_read(name or kind))
-    drawn = draw(kind, rows, SCORES[-1], _read(curves) if curves else (), TITLE)
+    rows, title = compared(_read(name or kind)), TITLE + (", 256 tokens" if kind != "length" else "")
+    drawn = draw(kind, rows, SCORES[-1], _read(curves) if curves else (), title)
     assert drawn is not None
     save_svg(path, drawn)
 
