@@ -19,7 +19,7 @@ from diffusers import SanaPipeline, SanaTransformer2DModel, WanPipeline, WanTran
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch.utilities import rank_zero_only
 
-from headmix_vision.cli import cache_latents, distill, export, train_gen
+from headmix_vision.cli import analyze, cache_latents, distill, export, train_gen
 from headmix_vision.data.datasets.latents import LatentShards
 from headmix_vision.models.convert_sana import SanaMHLATransformer2DModel
 from headmix_vision.models.convert_wan import WanMHLATransformer3DModel
@@ -110,6 +110,12 @@ def test_a_run_goes_on_bit_equal_and_its_export_is_drawn_by_diffusers(
         losses = [float(row["train/loss_step"]) for row in csv.DictReader(file) if row.get("train/loss_step")]
     assert len({*losses}) == 6
 
+    data = ("--data", "latents", "--root", made / {"wan": "clips", "sana": "pictures"}[kind], "--split", "train")
+    options = ("--teacher", made / kind, "--student", whole, *data, "--images", 4, "--device", "cpu")
+    assert call(analyze.main, "sensitivity", *options, "--out", tmp_path / "table") == 0
+    with (tmp_path / "table" / "sensitivity.csv").open(newline="") as file:
+        assert [row["layer"].split(".")[2:] for row in csv.DictReader(file)] == [["1", "attn1"], []]
+
     capsys.readouterr()
     assert call(export.main, whole, "--out", tmp_path / "out") == 0
     scope: dict[str, Any] = {}
@@ -149,6 +155,29 @@ def test_the_new_layers_learn_from_the_original_before_all_weights_do(kind: str,
     one, other = (read_checkpoint(run / "checkpoints" / "last.ckpt")["state_dict"] for run in (whole, parts))
     assert all(torch.equal(other[name], tensor) for name, tensor in one.items())
     assert not torch.equal(one["net.transformer.proj_out.weight"], first["net.transformer.proj_out.weight"])
+
+
+@pytest.mark.parametrize("kind", ["wan", "sana"])
+def test_the_layers_that_a_conversion_changes_most_are_named(
+    kind: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = ("--block-grid", *((1, 2, 2) if kind == "wan" else (2, 2)))
+    cache = ("--data", "latents", "--root", made / {"wan": "clips", "sana": "pictures"}[kind], "--split", "train")
+    words = ("sensitivity", "--teacher", made / kind, *cache, "--images", 4, "--device", "cpu", "--keep", 1)
+    assert call(analyze.main, *words, *grid, "--out", tmp_path / "out") == 0
+    with (tmp_path / "out" / "sensitivity.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["order"] for row in rows] in (["1", "2", "0"], ["2", "1", "0"])
+    errors = [float(row["attention_error"]) for row in rows]
+    if kind == "wan":
+        assert min(errors) > 0 and errors[2] == pytest.approx(sum(errors[:2]) / 2, rel=1e-3)
+        assert min(float(row["feature_error"]) for row in rows) > 0
+    else:  # equal mixing weights are the original
+        assert max(errors) < 1e-6
+    layer = next(number for number, row in enumerate(rows) if row["order"] == "2")
+    assert f"swap: --model.layers '[{layer}]'" in capsys.readouterr().out
+    assert call(analyze.main, *words, "--core", "hih", "--out", tmp_path / "new") == 2
+    assert "core=hih does not apply to a pipeline of diffusers, it must be mhla" in capsys.readouterr().err
 
 
 def start(made: Path, run: Path, *args: object) -> subprocess.Popen[bytes]:
