@@ -1,5 +1,6 @@
 """LoRA of converted Wan and Sana: small checkpoints, exact resuming, two processes, merged and separate adapters."""
 
+import copy
 import shutil
 import sys
 from pathlib import Path
@@ -7,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
-from headmix_vision.cli import distill, export
+from headmix_vision.cli import distill, export, train_gen
+from headmix_vision.models.convert import wan_to_mhla
+from headmix_vision.models.lora import LoraConfig, LoraTransformer
 from headmix_vision.runs.checkpoints import read_checkpoint
 
 from . import test_prompted
@@ -48,6 +52,7 @@ def test_adapters_are_trained_resumed_merged_and_loaded(
         for name, tensor in one[state].items():
             assert torch.equal(other[state][name], tensor), name
 
+    assert call(train_gen.main, "validate", "--run_dir", whole, "--data.val_split", "train") == 0
     drawn = {"prompt": "a red square", "num_inference_steps": 2, "output_type": "latent", "height": 32, "width": 32}
     drawn |= {"num_frames": 5} if kind == "wan" else {"use_resolution_binning": False}
     pictures = []
@@ -59,6 +64,24 @@ def test_adapters_are_trained_resumed_merged_and_loaded(
     torch.testing.assert_close(pictures[0], pictures[1])
     pipe.unload_lora_weights()
     assert not torch.allclose(pictures[0], pipe(**drawn, generator=torch.Generator().manual_seed(0))[0])
+
+
+def test_copies_share_the_frozen_weights() -> None:
+    torch.manual_seed(0)
+    original = WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, ffn_dim=32, num_layers=1, text_dim=16, rope_max_seq_len=32
+    )
+    network = LoraTransformer(wan_to_mhla(original), LoraConfig(2))
+    for (name, one), other in zip(network.named_parameters(), copy.deepcopy(network).parameters(), strict=True):
+        assert (one is other) == (not one.requires_grad) and torch.equal(one, other), name
+    trained = {name: value.clone() for name, value in network.state_dict().items()}
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(parameter.requires_grad)
+    network.load_state_dict(trained)
+    assert all(torch.equal(value, trained[name]) for name, value in network.state_dict().items())
+    with pytest.raises(RuntimeError, match="lora_A"):
+        network.load_state_dict({name: value for name, value in trained.items() if "lora_A" not in name})
 
 
 @pytest.mark.slow

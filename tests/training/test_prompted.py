@@ -1,7 +1,6 @@
 """Wan and Sana by command: prompts and latents cached, trained, killed, resumed, exported, and drawn by diffusers."""
 
 import csv
-import itertools
 import json
 import os
 import shutil
@@ -229,13 +228,14 @@ def test_processes_train_shards_as_copies(
 ) -> None:
     ways, adapters = {"copies": ("ddp",), "shards": strategy}, {"all": 0, "lora": 2}
     alike = ("--trainer.precision", "32-true", "--model.optimizer.args", "{eps: 0.01}")  # no Adam step of mere rounding
-    commands = [
-        options_of(
-            *(made, kind, tmp_path / name / way, "--trainer.devices", size, "--data.batch_size", 1, *alike),
-            *("--trainer.max_steps", 3, "--model.lora.rank", adapters[name], "--trainer.strategy", *ways[way]),
-        )
-        for name, way in itertools.product(adapters, ways)
-    ]
+    alike += ("--trainer.devices", size, "--data.batch_size", 1)
+
+    def command(name: str, way: str, steps: int, *options: object) -> list[str]:
+        further = ("--trainer.max_steps", steps, "--trainer.strategy", *ways[way], *options)
+        return options_of(made, kind, tmp_path / name / way, *alike, "--model.lora.rank", adapters[name], *further)
+
+    commands = [command(name, way, 3) for name, way in (("all", "copies"), ("all", "shards"), ("lora", "copies"))]
+    commands += [command("lora", "shards", 2), command("lora", "shards", 3, "--ckpt_path", "last")]
     arguments = (size, [find_free_network_port() for _ in commands], commands)
     torch.multiprocessing.start_processes(work, arguments, size, start_method="fork")
     for name in adapters:
