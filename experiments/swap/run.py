@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import yaml
 
 from experiments.swap.report import COLUMNS, STAGES, TEACHER, open_table, task_table
@@ -141,6 +142,7 @@ class Runs:
         if case.stage == SWAPPED:
             if not place.exists():
                 model = from_pretrained(self.teacher)
+                torch.manual_seed(0)  # new weights of Head-in-Head are random
                 swap_attention(model, **ROWS[case.row])
                 with atomic_folder(place) as temporary:
                     save_pretrained(model, temporary)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
+from matplotlib.colors import Normalize, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
@@ -53,10 +53,10 @@ def signed_scale(label: str, matrices: Sequence[Tensor]) -> Scale:
     return Scale(label, Normalize(-most, most), _SIGNED)
 
 
-def positive_scale(label: str, matrices: Sequence[Tensor]) -> Scale:
-    """Make a colour scale for all matrices from zero to the largest value."""
+def positive_scale(label: str, matrices: Sequence[Tensor], power: float = 1) -> Scale:
+    """Make a colour scale for all matrices from zero to the largest value; colours grow with a power of the value."""
     most = max(float(matrix.nan_to_num(0).max()) for matrix in matrices) or 1.0
-    return Scale(label, Normalize(0, most), _POSITIVE)
+    return Scale(label, PowerNorm(power, 0, most), _POSITIVE)
 
 
 class Panels:

@@ -24,7 +24,7 @@ _PANEL_IN = 1.3
 _TEXT = """{title}: what query tokens attend to
 A row for each image and query token, which has the dot. Colours are the share of a token in the absolute weights of the
 query's row of the attention matrix, prefix tokens left out, mean of heads; in multiples of the share that equal weights
-would have."""
+would have. Colours grow with its square root."""
 
 
 class AttentionMap(NamedTuple):
@@ -105,7 +105,7 @@ def draw_maps(maps: Sequence[AttentionMap], pictures: Tensor | None, title: str)
     rows = {f"image {image}\ntoken {','.join(map(str, place))}": (image, place) for _, _, image, place, *_ in maps}
     relative = {(one.model, one.layer, one.image, one.place): _flat(one.shares * len(one.shares), one) for one in maps}
     height, width = next(iter(relative.values())).shape
-    scale = positive_scale("multiples of the uniform share", list(relative.values()))
+    scale = positive_scale("multiples of the uniform share", list(relative.values()), power=0.5)
     titles = [*(["image"] if pictures is not None else []), *(f"{model}\nlayer {layer}" for model, layer in columns)]
     panel_in = max(_PANEL_IN, 0.06 * width)
     panels = Panels(

@@ -25,7 +25,7 @@ from headmix_vision.evaluation.clip_features import (
     open_clip_extractor,
 )
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
-from headmix_vision.evaluation.frechet import Moments, frechet_distance
+from headmix_vision.evaluation.frechet import Gaussian, Moments, frechet_distance
 from headmix_vision.evaluation.sample_sets import (
     UNLABELLED,
     ClipSampling,
@@ -245,9 +245,6 @@ def _features(
 
 
 def _frechet(first: Tensor, second: Tensor) -> float:
-    moments = (Moments(), Moments())
-    for side, features in zip(moments, (first, second), strict=True):
-        side.update(features)
     fewest, width = min(len(first), len(second)), first.shape[1]
     if fewest <= width:
         warnings.warn(
@@ -257,7 +254,7 @@ def _frechet(first: Tensor, second: Tensor) -> float:
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the same, of images
-        return frechet_distance(moments[0].gaussian(), moments[1].gaussian())
+        return frechet_distance(Gaussian.of_features(first), Gaussian.of_features(second))
 
 
 def check_judged(size: Sequence[int], frame_rate: float) -> None:

@@ -59,6 +59,19 @@ class Gaussian:
         if not torch.allclose(self.covariance, self.covariance.T, rtol=0, atol=_ASYMMETRY * largest):
             raise InputError("the covariance is not symmetric")
 
+    @classmethod
+    def of_features(cls, features: Tensor) -> "Gaussian":
+        """Return mean and covariance of features [N, D], N at least 2.
+
+        Of no more samples than features the centred features are the factor, without the eigenvalues of [D, D].
+        """
+        mean = features.double().mean(0)
+        factor = (features.double() - mean).T / (len(features) - 1) ** 0.5
+        gaussian = cls(mean, factor @ factor.T, len(features))
+        if len(features) <= len(mean):
+            vars(gaussian)["factor"] = factor
+        return gaussian
+
     @cached_property
     def factor(self) -> Tensor:
         """F, float64 [D, R], with F F^T = covariance of rank R; eigenvalues that are rounding errors are left out.

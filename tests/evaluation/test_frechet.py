@@ -38,6 +38,15 @@ def test_moments_are_those_of_all_features_at_once(mean: float, batch_size: int)
     assert result.count == 300
 
 
+@pytest.mark.parametrize("counts", [(30, 25), (300, 35)])
+def test_distance_of_features_at_hand_is_that_of_their_moments(counts: tuple[int, int]) -> None:
+    sides = [correlated(count, 40, seed) for seed, count in enumerate(counts)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = frechet_distance(*map(gaussian, sides))
+        assert frechet_distance(*map(Gaussian.of_features, sides)) == pytest.approx(expected, rel=1e-12)
+
+
 def test_float32_features_are_summed_in_float64() -> None:
     features = (correlated(5000, 4, 1) + 100).float()
     np.testing.assert_allclose(
