@@ -81,12 +81,11 @@ def compare(arguments):
             raise SystemExit(f"error: {name} is off by {error:.1e} in loss and gradient norm: {found}, not {first[1]}.")
         row = {"row": name, "gpus": 1 if name == "one" else ranks.size, "ms": ms, "tokens_per_s": 1e3 * tokens / ms}
         row |= {"ratio": first[0] / ms, "peak_gib": peak, "first_loss": found[0, 0].item()}
-        rows.append(row | {"last_loss": found[-1, 0].item(), "largest_difference": error})
+        row |= {"last_loss": found[-1, 0].item(), "largest_difference": error, "compile": arguments.compile}
+        rows.append(row | {"tokens": tokens} | measuring.environment(arguments.device))
         if ranks.rank == 0:
-            print(*(f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in rows[-1].items()), flush=True)
-    if ranks.rank == 0:
-        facts = measuring.environment(arguments.device) | {"tokens": tokens, "compile": arguments.compile}
-        measuring.write_csv(measuring.results_path(arguments, "wan_gpus", False), [row | facts for row in rows])
+            print(*(f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+    measuring.write_csv(measuring.results_path(arguments, "wan_gpus", False) if ranks.rank == 0 else None, rows)
 
 
 def main(argv=None):
