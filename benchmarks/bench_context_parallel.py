@@ -23,10 +23,10 @@ ends with exit code 1 and writes nothing.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,11 +42,11 @@ from headmix_lab.measuring import (
     open_device,
     release_memory,
     results_path,
+    run_in_group,
     times_ms,
     write_csv,
 )
 from headmix_lab.tables import print_table
-from headmix_vision.console import end_without_others
 from headmix_vision.layers import HeadMixAttention
 from headmix_vision.models import HeadMixVideoDiT
 from headmix_vision.ops import TokenBlocks, TokenRanks, mhla
@@ -263,18 +263,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     grids = [read_grid(spelling) for spelling in arguments.grids]
     arguments.device = open_device(arguments.device)
-    if "LOCAL_RANK" not in os.environ:
-        raise SystemExit("error: start it by torchrun --nproc-per-node 2 -m benchmarks.bench_context_parallel.")
-    if arguments.device.type == "cuda":
-        arguments.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(arguments.device)
-    dist.init_process_group("nccl" if arguments.device.type == "cuda" else "gloo")
-    try:
-        compare(grids, arguments)
-    except BaseException as error:
-        end_without_others(error)
-        raise
-    dist.destroy_process_group()
+    run_in_group(partial(compare, grids), arguments)
 
 
 def compare(grids: Sequence[TokenBlocks], arguments: argparse.Namespace) -> None:

@@ -55,10 +55,10 @@ SHOWN |= {"ms": ".1f", "speed_of_installed": ".2f", "speed_of_cudnn": ".2f", "pe
 Row = dict[str, Any]
 
 
-def make(row: str, arguments: argparse.Namespace) -> nn.Module:
-    """Make a row's model with random weights."""
+def make(row: str, arguments: argparse.Namespace, **changes: int) -> nn.Module:
+    """Make a row's model with random weights, with some sizes changed."""
     torch.manual_seed(0)
-    options = TINY if arguments.tiny else WAN
+    options = (TINY if arguments.tiny else WAN) | changes
     kept = range(0, options["num_layers"], 3) if row == "hybrid" else ()
     with torch.device(arguments.device):
         if row in ("converted", "hybrid", "causal"):
@@ -80,9 +80,9 @@ def attention_of(row: str, device: torch.device) -> contextlib.AbstractContextMa
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if cudnn else contextlib.nullcontext()
 
 
-def draw(size: tuple[int, ...], model: nn.Module, arguments: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
+def draw(size: tuple[int, ...], model: nn.Module, arguments: argparse.Namespace, seed: int = 1) -> tuple[Tensor, ...]:
     """Draw latents [1, 16, T, H, W], a time and text of one clip with a grid of tokens."""
-    generator = torch.Generator(arguments.device).manual_seed(1)
+    generator = torch.Generator(arguments.device).manual_seed(seed)
     options = {"generator": generator, "device": arguments.device, "dtype": arguments.dtype}
     latents = torch.randn(1, 16, size[0], 2 * size[1], 2 * size[2], **options)
     text = torch.randn(1, TEXT_TOKENS, model.config.text_dim, **options)

@@ -42,7 +42,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
-from benchmarks.machine_code import amd_resource_usage, disassemble, resource_usage, unwritten_registers
+from headmix_lab.machine_code import amd_resource_usage, disassemble, resource_usage, unwritten_registers
 from headmix_lab.measuring import write_csv
 from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenBlocks, TokenScan, dispatch, grid_conv, head_in_head, mhla, mix_heads, runtime

@@ -14,6 +14,7 @@ import argparse
 import gc
 import itertools
 import math
+import os
 import re
 import statistics
 import time
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 from headmix_lab.tables import installed_version, write_table
+from headmix_vision.console import end_without_others
 
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -208,6 +210,23 @@ def open_device(name: str) -> torch.device:
             "error: --device cuda: torch sees no CUDA device; --device cpu --tiny tries the script itself."
         )
     return torch.device(name)
+
+
+def run_in_group(run: Callable[[argparse.Namespace], None], arguments: argparse.Namespace) -> None:
+    """Run in the process group that torchrun has started, each process on its own device."""
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("error: start the script by torchrun --standalone --nproc_per_node 2 -m benchmarks.NAME.")
+    on_gpu = arguments.device.type == "cuda"
+    if on_gpu:
+        arguments.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(arguments.device)
+    torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        run(arguments)
+    except BaseException as error:
+        end_without_others(error)
+        raise
+    torch.distributed.destroy_process_group()
 
 
 def environment(device: torch.device) -> dict[str, str]:

@@ -21,6 +21,7 @@ PACKAGES = {
     "video": ("timm", "safetensors", "diffusers", "rich", "av"),
     "analysis": ("timm", "safetensors", "matplotlib", "scipy", "sklearn"),
     "train": ("timm", "diffusers", "jsonargparse", "lightning", "matplotlib", "sklearn", "tensorboard", "torchmetrics"),
+    "lora": ("peft",),
     "eval": ("timm", "safetensors", "rich", "sklearn", "torch_fidelity"),
 }
 

@@ -37,14 +37,15 @@ class SensitivityRequest:
     """Request for the error at the output of a teacher when one attention layer alone is swapped.
 
     Args:
-        teacher: Run directory, `.ckpt`, export, name in timm, or `local-dir:` with a folder of timm or transformers.
+        teacher: Run directory, `.ckpt`, export, name in timm, `local-dir:` with a folder of timm or transformers, or
+            pipeline folder of Wan or Sana.
         out: Folder to write.
-        data: Name of a data set: digits, folder, torch/NAME, ...; no labels are needed.
-        student: Run of `headmix distill classifier`, whose trained layers are taken; untrained layers when None.
+        data: Name of a data set: digits, folder, torch/NAME, ..., latents for a pipeline; no labels are needed.
+        student: Run of `headmix distill`, whose trained layers are taken; untrained layers when None.
         teacher_checkpoint: Weights of a teacher that is named in timm.
         core: Core of untrained layers.
         head_mix: Mix of untrained layers across feature heads.
-        block_grid: Blocks along height and width of untrained layers; 4 x 4 when None.
+        block_grid: Blocks along each axis of untrained layers; when None 4 x 4, of Wan 3 x 5 x 10.
         keep: Layers that may stay as they are: the most sensitive ones are named.
         img_size: Height and width of the images; the teacher's when None.
         dry_run: Check everything and write nothing.

@@ -23,6 +23,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", required=True, help="file ending in .safetensors; for a generator a directory")
     add("--checkpoint", help="checkpoint of a run directory: best, last or a file (best, of a generator last)")
     add("--raw", action="store_true", help="the weights being trained, not their EMA")
+    add("--adapter", action="store_true", help="a LoRA adapter in a file of its own, not merged")
     add("--overwrite", action="store_true", help="replace an earlier export")
     add("--dry-run", action="store_true", help="check everything, write nothing")
     return parser

@@ -32,6 +32,7 @@ class ExportRequest:
         out: File ending in `.safetensors`; a directory for a generator.
         checkpoint: Of a run directory: `best`, `last` or a file; when None the best, of a generator the last.
         raw: Export the weights being trained, not their EMA.
+        adapter: Write the LoRA adapter of a transformer into a file of its own instead of merging it.
         overwrite: Replace an earlier export.
         dry_run: Check everything and write nothing.
 
@@ -43,6 +44,7 @@ class ExportRequest:
     out: Path
     checkpoint: str | None = None
     raw: bool = False
+    adapter: bool = False
     overwrite: bool = False
     dry_run: bool = False
 
@@ -79,6 +81,8 @@ def export_run(request: ExportRequest) -> Exported:
     """
     path = find_checkpoint(request.run, request.checkpoint)
     found = read_checkpoint(path, sharded=(), values=False)
+    if request.adapter and found[DESCRIPTION_KEY].get("lora") is None:
+        raise InputError(f"--adapter applies only to a run with model.lora.rank, and {path} has none: remove it")
     export = _export_pipeline if is_generator(found) else _export_classifier
     return Exported(path, request.out, export(path, request))
 
@@ -155,7 +159,7 @@ def _export_pipeline(checkpoint_path: Path, request: ExportRequest) -> str:
     about = read_checkpoint(checkpoint_path, sharded=(), values=False)[DESCRIPTION_KEY]
     save: Callable[[Path], object]
     if prompted := is_prompted(about):
-        save, kind = open_run(checkpoint_path, raw=request.raw)
+        save, kind = open_run(checkpoint_path, raw=request.raw, adapter=request.adapter)
     else:
         pipeline, _ = load_pipeline(checkpoint_path, raw=request.raw)
         save, kind = pipeline.save_pretrained, type(pipeline).__name__
@@ -167,7 +171,8 @@ def _export_pipeline(checkpoint_path: Path, request: ExportRequest) -> str:
                 raise OSError(f"{error}: {out}") from None
             _open_to_umask(complete)
     home, registers = ("diffusers", "import headmix_vision.models.prompted; ") if prompted else (_DIFFUSION, "")
-    return f"{registers}from {home} import {kind}; pipe = {kind}.from_pretrained({str(out)!r})"
+    added = f"; pipe.load_lora_weights({str(out)!r})" if request.adapter else ""
+    return f"{registers}from {home} import {kind}; pipe = {kind}.from_pretrained({str(out)!r}){added}"
 
 
 def _open_to_umask(folder: Path) -> None:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 LOCAL = "local-dir:"  # as timm names folders
 _SOURCES = ("pretrained", "checkpoint_path", "cache_dir")
 _GENERATORS = "dit_"
+_LORA = {"rank": int, "alpha": float | None, "targets": list, "layers": list | None, "frozen_sha256": str}
 _PROMPTED = ("WanMHLATransformer3DModel", "SanaMHLATransformer2DModel")
 # A constructor of timm refuses an argument by whatever the first line that cannot use it raises.
 _REFUSALS = (TypeError, ValueError, LookupError, AssertionError, RuntimeError, ArithmeticError)
@@ -205,14 +206,11 @@ def load_network(checkpoint: dict[str, Any], *, raw: bool = False) -> nn.Module:
     about = checkpoint[DESCRIPTION_KEY]
     if is_generator(checkpoint):
         from headmix_vision.models import HeadMixDiT
-        from headmix_vision.models.prompted import make_prompted
 
         name, architecture = about["name"], about["architecture"]
         try:
             with _building(name, architecture):
-                network: nn.Module = (
-                    make_prompted(name, architecture) if is_prompted(about) else HeadMixDiT(**architecture)
-                )
+                network: nn.Module = _make_prompted(about) if is_prompted(about) else HeadMixDiT(**architecture)
         except _REFUSALS as error:
             raise InputError(f"the checkpoint's description makes no {about['name']}: {error}") from None
     else:
@@ -223,6 +221,18 @@ def load_network(checkpoint: dict[str, Any], *, raw: bool = False) -> nn.Module:
     check_finite(state, "the checkpoint")
     network.load_state_dict(state)
     return network
+
+
+def _make_prompted(about: dict[str, Any]) -> nn.Module:
+    """Make the converted transformer that a checkpoint describes; with adapters its frozen weights are loaded."""
+    from headmix_vision.models.lora import LoraConfig, open_lora
+    from headmix_vision.models.prompted import make_prompted
+
+    if about.get("lora") is None:
+        return make_prompted(about["name"], about["architecture"])
+    adapters = check_fields("the entry 'lora' of the checkpoint", about["lora"], _LORA)
+    config = LoraConfig(*(adapters[name] for name in ("rank", "alpha", "targets")))
+    return open_lora(about["vae"], adapters["layers"], about["model_args"], config, adapters["frozen_sha256"])
 
 
 def is_prompted(about: dict[str, Any]) -> bool:

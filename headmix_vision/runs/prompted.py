@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import diffusers
 import torch
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.tensors import state_sha256
 from headmix_vision.models.autoencoders import load_autoencoder
+from headmix_vision.models.lora import LoraTransformer
 from headmix_vision.models.pipeline_folder import read_pipeline
 from headmix_vision.models.prompted import PromptedTransformer
 from headmix_vision.runs.checkpoints import (
@@ -81,12 +83,13 @@ def check_latents(network: PromptedTransformer, folder: str, manifests: dict[str
     )
 
 
-def open_run(checkpoint: Path, *, raw: bool = False) -> tuple[Callable[[Path], None], str]:
+def open_run(checkpoint: Path, *, raw: bool = False, adapter: bool = False) -> tuple[Callable[[Path], None], str]:
     """Open the trained transformer of a checkpoint, to be saved in a copy of its pipeline.
 
     Args:
         checkpoint: The `.ckpt` file.
         raw: The weights being trained instead of their EMA.
+        adapter: Save the LoRA adapter in a file of its own instead of merging it.
 
     Returns:
         A function that writes the pipeline folder, which must not exist, and the class of the pipeline.
@@ -97,11 +100,14 @@ def open_run(checkpoint: Path, *, raw: bool = False) -> tuple[Callable[[Path], N
     read = read_checkpoint(checkpoint)
     folder, network = str(read[DESCRIPTION_KEY]["vae"]), load_network(read, raw=raw)
     index, transformer = read_pipeline(folder), cast(Any, network).transformer
+    lora = network.take_adapter(merge=not adapter) if isinstance(network, LoraTransformer) else None
 
     def save(out: Path) -> None:
         shutil.copytree(folder, out, ignore=lambda place, names: ["transformer"] if Path(place) == Path(folder) else [])
         transformer.save_pretrained(out / "transformer")
         index["transformer"] = [type(transformer).__module__, type(transformer).__name__]
         (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        if adapter and lora is not None:
+            getattr(diffusers, index["_class_name"]).save_lora_weights(out, **lora)
 
     return save, str(index["_class_name"])

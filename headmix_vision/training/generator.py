@@ -16,6 +16,7 @@ from torchmetrics import MeanMetric
 from headmix_vision.data.seeding import derive_seed
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS, ObjectiveConfig, create_objective
 from headmix_vision.errors import InputError, check_counts
+from headmix_vision.models.lora import LoraConfig, LoraTransformer
 from headmix_vision.models.pipeline_folder import read_shift
 from headmix_vision.models.prompted import PromptedTransformer, open_prompted
 from headmix_vision.runs.checkpoints import DESCRIPTION_KEY
@@ -32,6 +33,7 @@ _VALIDATION = 2  # stream of random numbers, beside the streams of training
 
 DEFAULT_OBJECTIVE = ObjectiveConfig()
 DEFAULT_OPTIMIZER = OptimizerConfig(lr=1e-4, weight_decay=0.0)
+NO_LORA = LoraConfig()
 DEFAULT_SCHEDULE = ScheduleConfig(sched="constant", warmup_epochs=0.0)
 
 
@@ -62,6 +64,7 @@ class ImageGenerator(BaseModule):
         pipeline_shift: Whether `objective.shift` is that of the scheduler of the transformer's pipeline.
         core: New core of the transformer.
         layers: Layers of the transformer that get the new core, from 0; all when null.
+        lora: Adapters of the transformer.
         common: `seed`, `compile` and `grad_checkpointing`, see `BaseModule`.
 
     Raises:
@@ -89,6 +92,7 @@ class ImageGenerator(BaseModule):
         pipeline_shift: bool = True,
         core: Literal["mhla"] = "mhla",
         layers: list[int] | None = None,
+        lora: LoraConfig = NO_LORA,
         **common: Any,
     ) -> None:
         super().__init__(optimizer, schedule, **common)
@@ -99,7 +103,10 @@ class ImageGenerator(BaseModule):
                 f"model.spread_tokens={spread_tokens} is the former name of model.context_parallel={context_parallel}:"
                 " set one of them"
             )
+        adapters = None
         if transformer is None:
+            if lora.rank:
+                raise InputError("model.lora applies only to model.transformer: remove it")
             arguments = {"learned_variance": objective.learned_variance, **(model_args or {})}
             self.net = self._create(name, num_classes, input_size, arguments, checkpoint, layers)
         else:
@@ -107,7 +114,15 @@ class ImageGenerator(BaseModule):
             if pipeline_shift and objective.shift != DEFAULT_OBJECTIVE.shift:
                 raise InputError(f"objective.shift={objective.shift} has no effect: set model.pipeline_shift to false")
             objective = replace(objective, shift=read_shift(transformer)) if pipeline_shift else objective
+            if lora.rank and checkpoint is not None:
+                raise InputError(
+                    f"model.checkpoint={checkpoint} does not apply to model.lora: export its run, and set"
+                    " model.transformer to the folder"
+                )
             self._convert(transformer, layers, model_args, checkpoint, objective, given)
+            if lora.rank:
+                self.net = LoraTransformer(self.net.transformer, lora)
+                adapters = {**asdict(lora), "layers": layers, "frozen_sha256": self.net.frozen_sha256}
             name, arguments, vae = type(self.net.transformer).__name__, model_args or {}, transformer
         if (self.net.out_channels != self.net.in_channels) != objective.learned_variance:
             raise InputError("model_args.learned_variance and objective.learned_variance must agree")
@@ -127,6 +142,7 @@ class ImageGenerator(BaseModule):
             "architecture": self.net.architecture,
             "objective": asdict(objective),
             "vae": vae,
+            "lora": adapters,
         }
         self.objective_config = objective
         self.objective = create_objective(objective)
@@ -304,6 +320,10 @@ class ImageGenerator(BaseModule):
             raise InputError(
                 f"the checkpoint has a transformer with other options, first {min(names)} (options model.transformer,"
                 " model.layers, model.model_args)"
+            )
+        if stored.get("lora") != self.description["lora"]:
+            raise InputError(
+                f"the checkpoint has model.lora={stored.get('lora')}, this run has {self.description['lora']}"
             )
         stored = stored["objective"]
         if ObjectiveConfig.from_dict(stored) != self.objective_config:

@@ -66,6 +66,11 @@ _IDLE_IN_TRAINING = (
         lambda o: not (o.model.mixup.mixup_alpha or o.model.mixup.cutmix_alpha),
     ),
     Idle(
+        ("model.lora.alpha", "model.lora.targets"),
+        "model.lora.rank is 0",
+        lambda o: not _entry(o, "model", "lora", "rank"),
+    ),
+    Idle(
         ("model.schedule.warmup_lr",),
         "model.schedule.warmup_epochs is 0",
         lambda o: not o.model.schedule.warmup_epochs,

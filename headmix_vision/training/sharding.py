@@ -292,7 +292,8 @@ class ShardedStrategy(ModelParallelStrategy):
     def whole(self, network: nn.Module) -> nn.Module:
         """Make a plain copy of a network that `shard` has sharded, with all weights; all processes call it."""
         copy = deepcopy(self._plain[network])
-        copy.load_state_dict({name: whole(tensor) for name, tensor in network.state_dict().items()}, assign=True)
+        weights = {**network.state_dict(), **dict(network.named_parameters())}  # frozen ones, which the former may lack
+        copy.load_state_dict({name: whole(tensor) for name, tensor in weights.items()}, assign=True)
         return copy.to(self.root_device).train(network.training)
 
     def teardown(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import machine_code
+from headmix_lab import machine_code
 from headmix_vision.doctor.machine import KNOWN_GPUS
 
 REPOSITORY = Path(__file__).parents[2]

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -12,9 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing
 from diffusers import SanaPipeline, SanaTransformer2DModel, WanPipeline, WanTransformer3DModel
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from lightning.pytorch.utilities import rank_zero_only
 
-from headmix_vision.cli import cache_latents, distill, export, train_gen
+from headmix_vision.cli import analyze, cache_latents, distill, export, train_gen
 from headmix_vision.data.datasets.latents import LatentShards
 from headmix_vision.models.convert_sana import SanaMHLATransformer2DModel
 from headmix_vision.models.convert_wan import WanMHLATransformer3DModel
@@ -49,17 +53,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def fit(made: Path, kind: str, run: Path, *args: object, main: Any = train_gen.main) -> int:
+def options_of(made: Path, kind: str, run: Path, *args: object) -> list[str]:
+    """Return the options of a run of six steps."""
     cache = {"wan": "clips", "sana": "pictures"}[kind]
     options = json.dumps(WAN_ARGS) if kind == "wan" else '{"block_grid": [2, 2]}'
-    return call(
-        main,
+    words = (
         *("fit", "--model.transformer", made / kind, "--data.root", made / cache, "--run_dir", run),
         *("--model.layers", "[1]", "--model.model_args", options, "--trainer.accelerator", "cpu"),
         *("--trainer.devices", 1, "--trainer.max_steps", 6, "--trainer.log_every_n_steps", 1),
         *("--model.optimizer.lr", 1e-2, "--data.num_workers", 0, "--data.prompt_dropout", 0.5),
         *("--checkpoint_every_n_steps", 3, "--data.batch_size", 2, *args),
     )
+    return [*map(str, words)]
+
+
+def fit(made: Path, kind: str, run: Path, *args: object, main: Any = train_gen.main) -> int:
+    return call(main, *options_of(made, kind, run, *args))
 
 
 def test_cached_prompts_are_those_of_the_pipeline(made: Path) -> None:
@@ -99,6 +108,12 @@ def test_a_run_goes_on_bit_equal_and_its_export_is_drawn_by_diffusers(
     with (whole / "metrics.csv").open() as file:
         losses = [float(row["train/loss_step"]) for row in csv.DictReader(file) if row.get("train/loss_step")]
     assert len({*losses}) == 6
+
+    data = ("--data", "latents", "--root", made / {"wan": "clips", "sana": "pictures"}[kind], "--split", "train")
+    options = ("--teacher", made / kind, "--student", whole, *data, "--images", 4, "--device", "cpu")
+    assert call(analyze.main, "sensitivity", *options, "--out", tmp_path / "table") == 0
+    with (tmp_path / "table" / "sensitivity.csv").open(newline="") as file:
+        assert [row["layer"].split(".")[2:] for row in csv.DictReader(file)] == [["1", "attn1"], []]
 
     capsys.readouterr()
     assert call(export.main, whole, "--out", tmp_path / "out") == 0
@@ -141,11 +156,32 @@ def test_the_new_layers_learn_from_the_original_before_all_weights_do(kind: str,
     assert not torch.equal(one["net.transformer.proj_out.weight"], first["net.transformer.proj_out.weight"])
 
 
+@pytest.mark.parametrize("kind", ["wan", "sana"])
+def test_the_layers_that_a_conversion_changes_most_are_named(
+    kind: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = ("--block-grid", *((1, 2, 2) if kind == "wan" else (2, 2)))
+    cache = ("--data", "latents", "--root", made / {"wan": "clips", "sana": "pictures"}[kind], "--split", "train")
+    words = ("sensitivity", "--teacher", made / kind, *cache, "--images", 4, "--device", "cpu", "--keep", 1)
+    assert call(analyze.main, *words, *grid, "--out", tmp_path / "out") == 0
+    with (tmp_path / "out" / "sensitivity.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["order"] for row in rows] in (["1", "2", "0"], ["2", "1", "0"])
+    errors = [float(row["attention_error"]) for row in rows]
+    if kind == "wan":
+        assert min(errors) > 0 and errors[2] == pytest.approx(sum(errors[:2]) / 2, rel=1e-3)
+        assert min(float(row["feature_error"]) for row in rows) > 0
+    else:  # equal mixing weights are the original
+        assert max(errors) < 1e-6
+    layer = next(number for number, row in enumerate(rows) if row["order"] == "2")
+    assert f"swap: --model.layers '[{layer}]'" in capsys.readouterr().out
+    assert call(analyze.main, *words, "--core", "hih", "--out", tmp_path / "new") == 2
+    assert "core=hih does not apply to a pipeline of diffusers, it must be mhla" in capsys.readouterr().err
+
+
 def start(made: Path, run: Path, *args: object) -> subprocess.Popen[bytes]:
     """Start a run of Wan in a process of its own."""
-    words = ("fit", "--model.transformer", made / "wan", "--data.root", made / "clips", "--run_dir", run)
-    options = ("--model.model_args", json.dumps(WAN_ARGS), "--trainer.accelerator", "cpu", "--data.num_workers", 0)
-    command = [sys.executable, "-m", "headmix_vision", "train-gen", *map(str, (*words, *options, *args))]
+    command = [sys.executable, "-m", "headmix_vision", "train-gen", *options_of(made, "wan", run, *args)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 
@@ -169,14 +205,44 @@ def test_a_killed_run_goes_on_bit_equal(made: Path, tmp_path: Path) -> None:
     assert all(torch.equal(weights(killed)[name], tensor) for name, tensor in weights(whole).items())
 
 
+def work(rank: int, size: int, ports: list[int], commands: list[list[str]]) -> None:
+    """Train in one of `size` processes, as torchrun would start them."""
+    torch.set_num_threads(1)
+    rank_zero_only.rank = rank  # Lightning has read it where it was imported
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    for port, command in zip(ports, commands, strict=True):
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+        os.environ |= {"MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(size)}
+        os.environ |= {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
+        train_gen.main(command)
+
+
+SHARDED = ("fsdp2",)
+REPLICATED = ("headmix_vision.training.sharding.ShardedStrategy", "--trainer.strategy.shard_size", 2)
+
+
 @pytest.mark.slow
-def test_two_processes_train_as_copies_and_in_shards_alike(made: Path, tmp_path: Path) -> None:
-    options = ("--trainer.devices", 2, "--trainer.max_steps", 4, "--trainer.precision", "32-true")
-    for strategy in ("ddp", "fsdp2"):
-        assert start(made, tmp_path / strategy, *options, "--trainer.strategy", strategy).wait() == 0
-    one, other = weights(tmp_path / "ddp"), weights(tmp_path / "fsdp2")
-    for name, tensor in one.items():
-        torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+@pytest.mark.parametrize(("kind", "size", "strategy"), [("wan", 2, SHARDED), ("sana", 4, REPLICATED)])
+def test_processes_train_shards_as_copies(
+    kind: str, size: int, strategy: tuple[object, ...], made: Path, tmp_path: Path
+) -> None:
+    ways, adapters = {"copies": ("ddp",), "shards": strategy}, {"all": 0, "lora": 2}
+    alike = ("--trainer.precision", "32-true", "--model.optimizer.args", "{eps: 0.01}")  # no Adam step of mere rounding
+    alike += ("--trainer.devices", size, "--data.batch_size", 1)
+
+    def command(name: str, way: str, steps: int, *options: object) -> list[str]:
+        further = ("--trainer.max_steps", steps, "--trainer.strategy", *ways[way], *options)
+        return options_of(made, kind, tmp_path / name / way, *alike, "--model.lora.rank", adapters[name], *further)
+
+    commands = [command(name, way, 3) for name, way in (("all", "copies"), ("all", "shards"), ("lora", "copies"))]
+    commands += [command("lora", "shards", 2), command("lora", "shards", 3, "--ckpt_path", "last")]
+    arguments = (size, [find_free_network_port() for _ in commands], commands)
+    torch.multiprocessing.start_processes(work, arguments, size, start_method="fork")
+    for name in adapters:
+        copies, shards = (weights(tmp_path / name / way) for way in ways)
+        assert all(".lora_" in key or ".processor." in key for key in copies) == (name == "lora")
+        torch.testing.assert_close(shards, copies, rtol=1e-4, atol=1e-5)
+    assert call(export.main, tmp_path / "lora" / "shards", "--out", tmp_path / "out") == 0
 
 
 def test_wrong_input_is_refused_in_one_line(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

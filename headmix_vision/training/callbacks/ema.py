@@ -48,7 +48,7 @@ class WarmedUpAverage(AveragedModel):
     def update_parameters(self, model: nn.Module) -> None:
         """Bring the average closer to the model, the same one until `forget_tensors`, and copy integer buffers."""
         if self._pairs is None:  # finding tensors in their modules takes the host longer than all the rest
-            self._pairs = _tensors(self.module), _tensors(model)
+            self._pairs = _tensors(self.module, model), _tensors(model, self.module)
         (averages, integers), (currents, current_integers) = self._pairs
         count = int(self.n_averaged)
         if count:
@@ -60,9 +60,14 @@ class WarmedUpAverage(AveragedModel):
         self.n_averaged += 1
 
 
-def _tensors(module: nn.Module) -> _Tensors:
-    """Return parameters and buffers, of sharded ones this process's part: floating point ones, and others."""
-    tensors = [x.to_local() if isinstance(x, DTensor) else x for x in (*module.parameters(), *module.buffers())]
+def _tensors(module: nn.Module, other: nn.Module) -> _Tensors:
+    """Return parameters and buffers, of sharded ones this process's part: floating point ones, and others.
+
+    Tensors that both modules share, such as frozen weights, are left out.
+    """
+    own, others = ([*one.parameters(), *one.buffers()] for one in (module, other))
+    different = [x for x, y in zip(own, others, strict=True) if x is not y]
+    tensors = [x.to_local() if isinstance(x, DTensor) else x for x in different]
     return [x for x in tensors if x.is_floating_point()], [x for x in tensors if not x.is_floating_point()]
 
 

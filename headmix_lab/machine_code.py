@@ -6,6 +6,7 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import triton
 
@@ -61,7 +62,7 @@ def unwritten_registers(listing: str) -> list[str]:
 
     ptxas 12.8 makes such code; see ``headmix_vision/ops/runtime.py``. Later releases do not.
     """
-    code: list[tuple[str, str | None, str, str]] = []
+    code: list[Any] = []  # address, predicate, operation, operands
     labels: dict[str, int] = {}
     for line in listing.splitlines():
         if label := LABEL.match(line.strip()):
