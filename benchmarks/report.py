@@ -20,6 +20,7 @@ CLAIMS = recorded(
         "hih_h200": "Head-in-Head's speed and memory",
         "models_deit_h200": "DeiT-S, MHLA against softmax",
         "wan_h200": "Wan's shape, MHLA against softmax",
+        "wan_gpus_h200": "Wan's shape with MHLA on two GPUs",
         "mhla_causal_h200": "causal MHLA",
         "head_mixes_h200": "interleaved heads, as ops and layers",
         "models_deit_iha_h200": "DeiT-S with interleaved heads",

@@ -104,6 +104,7 @@ def mean_and_deviation(path: str, name: str, **given: str) -> list[float]:
 
 RESULTS, OF = "benchmarks/results", "experiments"
 MHLA, HIH, WAN = f"{RESULTS}/mhla_h200.csv", f"{RESULTS}/hih_h200.csv", f"{RESULTS}/wan_h200.csv"
+WAN_GPUS = f"{RESULTS}/wan_gpus_h200.csv"
 DEIT, SCALE_H100, SCALE_H200 = (
     f"{RESULTS}/models_deit_h200.csv",
     f"{RESULTS}/scale_h100.csv",
@@ -390,6 +391,12 @@ CLAIMS = (
         r"# % of the samples copy",
         lambda: [large("copied_percent")],
         LARGE,
+    ),
+    Claim(
+        "docs/wan.md",
+        r"FSDP2 trains at #x of one, context parallelism at #x",
+        lambda: [cell(WAN_GPUS, "ratio", row=row) for row in ("fsdp2", "context")],
+        WAN_GPUS,
     ),
     Claim(
         "docs/finetune.md",
