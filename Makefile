@@ -22,8 +22,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# Train a classifier on real digits, draw the test digits with their
-# predictions, export, load the export through timm; train a generator, draw samples, score these with the classifier.
+# Train a classifier on real digits, draw the test digits with their predictions, export, load the export through timm;
+# train a generator, draw samples, score these with the classifier. Five minutes on two idle cores.
 demo: install
 	$(BIN)/headmix train-cls fit --trainer.max_epochs 16 --run-dir runs/demo --overwrite
 	$(BIN)/headmix export runs/demo --out runs/demo/model.safetensors --overwrite
@@ -33,8 +33,9 @@ demo: install
 	$(BIN)/headmix sample images --model runs/demo_gen --num 400 --steps 20 --batch-size 200 --npz --out runs/demo_gen/drawn
 	$(BIN)/headmix evaluate fid --real digits --fake runs/demo_gen/drawn --features runs/demo/model.safetensors
 	$(BIN)/headmix evaluate accuracy --fake runs/demo_gen/drawn/samples.npz --features runs/demo/model.safetensors
-	@echo 'Made a classifier (runs/demo/digits.png) and a generator (runs/demo_gen/drawn/grid.png) of digits. Next, its full' \
-		'recipe: $(BIN)/headmix train-gen fit; on pictures of your own: docs/training.md.'
+	@echo 'Made a classifier and a generator of digits. Look at runs/demo/digits.png (test digits with predictions) and' \
+		'runs/demo_gen/drawn/grid.png (samples). Next: your own pictures (docs/folder.md), or the attention of your own' \
+		'model (docs/swap.md).'
 
 # A classifier of digits that is part of the package.
 JUDGE := headmix_vision/models/weights/deit_mhla_digits.safetensors

@@ -6,31 +6,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headmix_vision.analysis.line_charts import (
-    BLACK,
-    HEAD_IN_HEAD,
-    LINEAR,
-    MHLA,
-    OTHERS,
-    SOFTMAX,
-    label_ends,
-    line_figure,
-    save_svg,
-)
+from headmix_vision.analysis import line_charts as charts
 
-# Columns that are drawn, with label, colour and style.
+# Columns that are drawn, with label, colour and style. MHLA and softmax read the same packed views.
 MHLA_LINES = {
-    "auto": ("MHLA", MHLA, {"linewidth": 3}),
-    "cudnn": ("cuDNN", SOFTMAX, {"linewidth": 2}),
-    "flash": ("FlashAttention 2", OTHERS[0], {"linewidth": 2}),
-    "flash4": ("FlashAttention 4", OTHERS[1], {"linewidth": 2}),
+    "auto": ("MHLA", charts.MHLA, {"linewidth": 3}),
+    "cudnn_packed": ("softmax, cuDNN", charts.SOFTMAX, {"linewidth": 2}),
+    "flash_packed": ("FlashAttention 2", charts.OTHERS[0], {"linewidth": 2}),
+    "flash4": ("FlashAttention 4", charts.OTHERS[1], {"linewidth": 2}),
 }
 HIH_LINES = {
-    "r4": ("r = 4", HEAD_IN_HEAD, {"marker": "o"}),
-    "r1": ("r = 1", OTHERS[0], {"marker": "o"}),
-    "fla": ("fla, r = 1", LINEAR, {"marker": "o"}),
-    "cudnn": ("softmax, cuDNN", SOFTMAX, {"marker": "o"}),
+    "r4": ("r = 4", charts.HEAD_IN_HEAD, {"marker": "o"}),
+    "r1": ("r = 1", charts.OTHERS[0], {"marker": "o"}),
+    "fla": ("fla, r = 1", charts.LINEAR, {"marker": "o"}),
+    "cudnn": ("softmax, cuDNN", charts.SOFTMAX, {"marker": "o"}),
 }
+WRITTEN = {"auto": (0, -14), "cudnn_packed": (15, -12)}  # columns with a number, and its distance in points
 Row = Mapping[str, Any]
 
 
@@ -61,18 +52,22 @@ def _draw(
     path: Path,
 ) -> None:
     rows = sorted((row for row in rows if row["group"] == group), key=lambda row: int(row["tokens"]))
-    figure, ((axes,),) = line_figure()
+    figure, ((axes,),) = charts.line_figure()
     for column, (name, colour, style) in lines.items():
         points = {int(row["tokens"]): row[f"{time}_ms"] for row in rows if row["column"] == column}
         times = {tokens: float(ms) for tokens, ms in points.items() if ms}
         if times:
             axes.plot(list(times), list(times.values()), color=colour, label=name, **style)
+            if column in WRITTEN and (at := (16_384, times.get(16_384)))[1]:
+                axes.plot(*at, "o", color=colour)
+                style = {"textcoords": "offset points", "ha": "center", "color": colour}
+                axes.annotate(f"{at[1]:.3g}", at, WRITTEN[column], **style)
     floors = {int(row["tokens"]): float(row[f"{time}_floor_ms"]) for row in rows}
-    axes.plot(list(floors), list(floors.values()), color=BLACK, linestyle="--", linewidth=1, label="memory's floor")
-    axes.set(yscale="log", xlabel="tokens of an image", ylabel=label)
+    axes.plot(list(floors), list(floors.values()), "k--", linewidth=1, label="memory's floor")
+    axes.set(yscale="log", xlabel="tokens of an image (log)", ylabel=f"{label} (log)")
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(floors)[::every_tick], [f"{n:,}" for n in list(floors)[::every_tick]])
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_title(title)
-    label_ends(axes)
-    save_svg(path, figure)
+    charts.label_ends(axes)
+    charts.save_svg(path, figure)

@@ -5,7 +5,7 @@
 
 A line `<!-- table NAME -->` in a document is followed by the table of that name. The `report.py` of each experiment and
 of the benchmarks holds functions for tables (`TABLES`), for plots (`PLOTS`, by file), and a claim for each CSV file
-(`CLAIMS`). A finished question keeps its README, CSV files and origins; its code and tables are in the history.
+(`CLAIMS`). A finished question keeps its README, CSV files, origins and plot; its code and tables are in the history.
 Deviations are of samples (n - 1). The check leaves out plots.
 """
 
@@ -16,6 +16,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 from benchmarks import report as benchmarks_report
 from benchmarks.report import ms
+from headmix_lab import finished_plots
 from headmix_lab.measuring import REPOSITORY
 from headmix_lab.tables import ORIGINS, markdown_table, mean_and_deviation, numbers, origins_of
 
@@ -45,6 +47,12 @@ def claimed() -> dict[Path, str]:
     """Return the claim of each CSV file."""
     found = {report.FOLDER / f"{name}.csv": claim for report in REPORTS for name, claim in report.CLAIMS.items()}
     return found | {HERE / question / "results.csv": claim for question, claim in FINISHED.items()}
+
+
+def plots() -> dict[Path, Callable[[Path], None]]:
+    """Return the function that draws each plot."""
+    drawn = {report.FOLDER / name: one for report in REPORTS for name, one in getattr(report, "PLOTS", {}).items()}
+    return drawn | {HERE / name / "results.svg": partial(finished_plots.draw, HERE, name) for name in FINISHED}
 
 
 def claims() -> str:
@@ -73,12 +81,7 @@ def accuracies(rows: Sequence[dict[str, str]], task: str, core: str) -> list[flo
 def attentions() -> str:
     """The cores side by side: cost, time at two lengths and peak memory at the longer, accuracy on two tasks."""
     columns = {"softmax": "cudnn_packed", "linear": "linear_kernel", "mhla": "auto"}
-    names = {
-        "softmax": "softmax (cuDNN)",
-        "linear": "linear",
-        "mhla": "MHLA",
-        "hih": "Head-in-Head, r = 4",
-    }
+    names = {"softmax": "softmax (cuDNN)", "linear": "linear", "mhla": "MHLA", "hih": "Head-in-Head, r = 4"}
     read, lines = benchmarks_report.read, []
     trained = benchmarks_report.read_csv(HERE / "head_mixes" / "results.csv")
     for core, name in names.items():
@@ -126,9 +129,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{path.relative_to(REPOSITORY)} {'differs from' if check else 'is renewed by'} its CSV files")
         if not check:
             path.write_text(new)
-    for report in () if check else REPORTS:
-        for name, draw in getattr(report, "PLOTS", {}).items():
-            draw(report.FOLDER / name)
+    for path, draw in () if check else plots().items():
+        draw(path)
     raise SystemExit(1 if check and stale else 0)
 
 

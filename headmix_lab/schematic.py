@@ -4,8 +4,9 @@
     python -m headmix_lab.schematic --model softmax=local-dir:models/dinov2_s14 mhla=runs/swap_mhla \\
         --caption "DINOv2 ViT-S/14; MHLA trained after it" --out attention.png
 
-The upper row shows how a query token, the white dot, reads the photograph of scikit-learn. The lower row shows what the
-same token attends to in the last attention layer of each given model, mean over heads, as multiples of equal weights.
+The upper row is a sketch of how a query token, the white dot, reads the photograph of scikit-learn. The lower row shows
+what the same token attends to in the last attention layer of each given model, mean over heads, as multiples of equal
+weights.
 """
 
 import argparse
@@ -104,7 +105,9 @@ def draw(photograph: np.ndarray, at: tuple[float, float], maps: dict[str, Tensor
             panels[1, list(KINDS).index(next(iter(maps)))].images[-1], ax=panels[1, :], shrink=0.85, extend="max"
         )
         bar.set_label("attention, multiples of\nequal weights", fontsize=12)
-        figure.supxlabel(f"Below: attention of that token in trained models. {caption}".rstrip(), fontsize=12)
+    above = "Above: a sketch; the shades of MHLA's blocks stand for learned weights."
+    below = f"\nBelow: attention of that token in trained models. {caption}".rstrip()
+    figure.supxlabel(above + below * bool(maps), fontsize=12)
     return figure
 
 
@@ -172,7 +175,7 @@ def _arrow(panel: Axes, start: tuple[float, float], end: tuple[float, float], co
 def _draw_map(panel: Axes, photograph: np.ndarray, at: tuple[float, float], shares: Tensor | None) -> None:
     _bare(panel)
     if shares is None:
-        panel.text(0.5, 0.5, "no model given", ha="center", va="center", fontsize=12, color="dimgray")
+        panel.text(0.5, 0.5, "not trained", ha="center", va="center", fontsize=12, color="dimgray")
         return
     grey = np.repeat(photograph.mean(-1, keepdims=True) / 255, 3, -1)
     panel.imshow(0.5 + 0.5 * grey, extent=(0, 1, 1, 0))

@@ -14,7 +14,7 @@ USE = """
 import pathlib, sys, timm, torch, headmix_vision
 from headmix_vision import evaluate
 from headmix_vision.cli import cache_latents
-from headmix_vision.cli import train_cls, train_gen
+from headmix_vision.cli import models, train_cls, train_gen
 
 assert headmix_vision.__file__.startswith(sys.argv[1])
 small = {"depth": 1, "embed_dim": 32, "num_heads": 2}
@@ -32,6 +32,8 @@ for core in ("toy", "toy_swap", "toy_iha", "toy_mea", "softmax_swap", "linear_sw
     assert model(torch.randn(2, 4, 8, 8), torch.tensor([1.0, 2.0]), torch.tensor([0, 1])).shape == (2, 4, 8, 8)
 assert "blocks.0.attn.head_mix.weight" in timm.create_model("deit_swap_tiny", **small).no_weight_decay()
 timm.create_model("deit_mhla_swap_tiny", head_mix_args={"strength": 0.1}, **small)
+
+models.main(["*_toy_*"])  # which does not count its operations
 
 quick = ["--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false", "--trainer.accelerator", "cpu"]
 data = ["--data.dataset", "stripes", "--data.batch_size", "32", "--model.num_classes", "2"]

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.emoji.runs import MODELS, REAL, Case, Runs
+from experiments.emoji.runs import MODELS, REAL, Runs
 from headmix_lab.drawing_tasks import TASKS, TEST, TRAIN, VALIDATION, Task
 from headmix_lab.photographs import save_picture
 from headmix_lab.script_runs import mark
@@ -30,18 +30,8 @@ def open_table(path: Path, task: Task = TASKS["emoji"]) -> ResultTable:
     """
     places = {name: place for place, name in enumerate((*MODELS, REAL, VALIDATION, TEST))}
     order = lambda key: (places[key[2]], places[key[0]], int(key[1]), float(key[3] or 0))  # noqa: E731
-    columns = (
-        "row",
-        "seed",
-        "split",
-        "guidance",
-        "steps",
-        "flat",
-        "parameters",
-        *task.scores,
-        *task.controls,
-        "recipe",
-    )
+    about = ("row", "seed", "split", "guidance", "steps", "flat", "parameters")
+    columns = (*about, *task.scores, *task.controls, "recipe")
     return ResultTable(path, columns, 4, order)
 
 
@@ -130,26 +120,27 @@ class Report:
         for (row, source), colour in zip(sources.items(), (BLACK, *OKABE_ITO), strict=False):
             distances = self._distances(source)[0].sort().values
             axes.plot(100 * torch.arange(1, len(distances) + 1) / len(distances), distances, color=colour, label=row)
-        axes.set(xlabel="samples, %", ylabel="distance to the nearest training sample", yscale="log")
+        axes.set(xlabel="samples, %", ylabel="distance to the nearest training sample (log)", yscale="log")
         label_ends(axes)
         save_svg(path, figure)
 
     def _plot(self, path: Path) -> None:
         """Validation FID or FVD against guidance, a line for each row."""
-        figure, ((axes,),) = line_figure()
-        for row, colour in zip(self.given.rows, OKABE_ITO, strict=False):
-            cases = [case for case in self.runs.swept() if case.row == row]
-            found = [(float(case.guidance), known) for case in cases if (known := self._swept(case))]
-            if found:
-                axes.plot(*zip(*found, strict=True), "o-", color=colour, label=row)
-        if axes.lines:
-            axes.set(xlabel="guidance", ylabel=f"{self.distance[1]}, validation split")
-            label_ends(axes)
-            save_svg(path, figure)
+        found = [row for case in self.runs.swept() if (row := self.table.row(case, self.runs.recipe(case)))]
+        if found:
+            draw_guidance(path, found, self.distance[0], f"{self.given.task}, {self.given.size} px")
 
-    def _swept(self, case: Case) -> float | None:
-        row = self.table.row(case, self.runs.recipe(case))
-        return float(row[self.distance[0]]) if row else None
+
+def draw_guidance(path: Path, rows: Sequence[Row], score: str, data: str) -> None:
+    """Draw FID or FVD of the validation split against guidance, a line for each row."""
+    figure, ((axes,),) = line_figure()
+    for name, colour in zip(dict.fromkeys(row["row"] for row in rows), OKABE_ITO, strict=False):
+        points = [(float(row["guidance"]), float(row[score])) for row in rows if row["row"] == name]
+        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=name)
+    axes.set(xlabel="guidance", ylabel=score.upper(), xlim=(0, None), ylim=(0, None))
+    axes.set_title(f"Generators of {data}, seed {rows[0]['seed']}: validation {score.upper()}")
+    label_ends(axes)
+    save_svg(path, figure)
 
 
 def read_pixels(file: Path) -> np.ndarray:
@@ -162,3 +153,5 @@ TABLES = {
     "emoji": lambda: quality(read_csv(FOLDER / "results.csv", split=TEST)),
     "emoji_large": lambda: quality(read_csv(FOLDER / "large.csv", split=TEST)),
 }
+SWEPT = read_csv(FOLDER / "results.csv", split=VALIDATION)
+PLOTS = {"emoji_guidance.svg": lambda path: draw_guidance(path, SWEPT, "fid", "emoji, 64 px")}

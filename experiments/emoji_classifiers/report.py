@@ -29,6 +29,9 @@ CLAIMS = {
 }
 
 
+TITLE = "ViT of 128 dims without CPE, 37 subgroups of emoji"
+
+
 def sweep(name: str, *columns: str) -> str:
     """Networks with their learning rates and these columns, mean ± standard deviation over seeds."""
     return network_table(FOLDER / f"{name}.csv", *columns)
@@ -36,7 +39,8 @@ def sweep(name: str, *columns: str) -> str:
 
 def figure(kind: str, path: Path, name: str = "", curves: str = "") -> None:
     """Write the figure of a sweep whose networks were chosen by balanced accuracy."""
-    drawn = draw(kind, compared(_read(name or kind)), SCORES[-1], _read(curves) if curves else ())
+    rows, title = compared(_read(name or kind)), TITLE + (", 256 tokens" if kind != "length" else "")
+    drawn = draw(kind, rows, SCORES[-1], _read(curves) if curves else (), title)
     assert drawn is not None
     save_svg(path, drawn)
 
@@ -53,7 +57,8 @@ def training(path: Path) -> None:
                 epochs.setdefault(int(row["epoch"]), []).append(row)
         means = [[statistics.mean(values(rows, x)) for rows in epochs.values()] for x in ("rank", "val_percent")]
         axes.plot(*means, "o-", color=colour, markersize=4, label=name)
-    axes.set(xlabel=LABELS["rank"], ylabel=LABELS["val_percent"], xlim=(0, None))
+    axes.set(xlabel=LABELS["rank"], ylabel=LABELS["val_percent"], xlim=(0, None), ylim=(0, 48))
+    axes.set_title("MHLA, 37 subgroups of emoji, 256 tokens: from epoch to epoch")
     label_ends(axes)
     save_svg(path, drawn)
 

@@ -25,7 +25,7 @@ from experiments.moving_digits.runs import (
 from headmix_lab.photographs import save_png
 from headmix_lab.script_runs import mark
 from headmix_lab.tables import ResultTable, Row, column_cell, markdown_table
-from headmix_vision.analysis.line_charts import OKABE_ITO, label_ends, line_figure, save_svg
+from headmix_vision.analysis import line_charts as charts
 from headmix_vision.data.datasets.moving_digits import FRAME_RATE, MovingDigits
 from headmix_vision.runs.directory import read_curve
 from headmix_vision.sampling.folder import draw_strips
@@ -185,8 +185,9 @@ class Report:
 
     def _plot(self, path: Path) -> None:
         """Validation losses of the runs that are there, a line for each seed."""
-        figure, ((axes,),) = line_figure()
-        for row, colour in zip(BASE, OKABE_ITO, strict=False):
+        figure, ((axes,),) = charts.line_figure()
+        colours = (charts.SOFTMAX, charts.LINEAR, charts.MHLA, charts.OTHERS[0], charts.HEAD_IN_HEAD)
+        for row, colour in zip(BASE, colours, strict=True):
             for seed in self.given.seeds:
                 run = self.runs.directory(row, seed)
                 if (run / "metrics.csv").is_file():
@@ -194,9 +195,11 @@ class Report:
                     label = row if seed == self.given.seeds[0] else None
                     axes.plot(list(curve), list(curve.values()), color=colour, linewidth=1, label=label)
         if axes.lines:
-            axes.set(xlabel="step", ylabel="validation loss", yscale="log")
-            label_ends(axes)
-            save_svg(path, figure)
+            axes.set(xlabel="step", ylabel="validation loss (log)", yscale="log", xlim=(0, None))
+            axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+            axes.set_title(f"Moving digits, {self.given.frames} frames of {self.given.size} px: three seeds")
+            charts.label_ends(axes)
+            charts.save_svg(path, figure)
 
 
 def _us(ms: str) -> str:
@@ -211,9 +214,8 @@ def table(part: Callable[[Report], str], name: str = "results", seeds: str = "01
 
 TABLES: dict[str, Callable[[], str]] = {
     "moving_digits": partial(table, lambda report: report.quality("Attention")),
-    "moving_digits_distilled": partial(
-        table, lambda report: report.quality("Distilled"), "distilled", "01"
-    ),  # seeds with teachers
+    # seeds with teachers
+    "moving_digits_distilled": partial(table, lambda report: report.quality("Distilled"), "distilled", "01"),
     "moving_digits_lengths": partial(table, Report.lengths),
     "moving_digits_windows": partial(table, Report.windows),
 }

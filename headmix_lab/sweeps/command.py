@@ -152,7 +152,9 @@ def _curves(table: Path) -> Path:
 def _write(runs: Runs, table: ResultTable) -> None:
     text, curves = report(table, runs), runs.curves(table)
     rows = {name: runs.rows(table, name) for name in runs.variants}
-    figure = draw(runs.request.kind, rows, runs.accuracy, curves)
+    figure = draw(
+        runs.request.kind, rows, runs.accuracy, curves, " ".join(Path(recipe).stem for recipe in runs.request.recipes)
+    )
     print(f"\n{text}")
     with atomic_path(table.path.with_suffix(".md")) as temporary:
         temporary.write_text(text)

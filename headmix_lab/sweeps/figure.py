@@ -17,7 +17,9 @@ _ATTENTIONS = {"softmax": SOFTMAX, "linear": LINEAR, "MHLA": MHLA}
 _LOGARITHMIC = 20  # an axis is, where its largest number is so many times the smallest
 
 
-def draw(kind: str, rows: Mapping[str, Sequence[Row]], accuracy: str, curves: Sequence[Row] = ()) -> Figure | None:
+def draw(
+    kind: str, rows: Mapping[str, Sequence[Row]], accuracy: str, curves: Sequence[Row] = (), title: str = ""
+) -> Figure | None:
     """Draw the numbers of a sweep, a panel for each: means and standard deviations over seeds.
 
     Args:
@@ -25,11 +27,12 @@ def draw(kind: str, rows: Mapping[str, Sequence[Row]], accuracy: str, curves: Se
         rows: By the name of a network, its runs that are compared.
         accuracy: The column of the accuracy that is drawn.
         curves: What is drawn by epoch, as `Runs.curves` reads it.
+        title: Data and setting, above "means and standard deviations of seeds".
 
     Returns:
         The figure; None while there is nothing to draw.
     """
-    return _Drawing(kind, rows, accuracy, curves).figure()
+    return _Drawing(kind, rows, accuracy, curves).figure(title)
 
 
 class _Drawing:
@@ -41,7 +44,7 @@ class _Drawing:
         # part of a sweep has the numbers of the whole
         self.colours = _ATTENTIONS if attentions else dict(zip(names, OKABE_ITO, strict=False))
 
-    def figure(self) -> Figure | None:
+    def figure(self, title: str) -> Figure | None:
         panel = {"lines": self._lines, "dots": self._dots, "curves": self._curves}[self.sweep.draw]
         columns = [self.accuracy if number == ACCURACY else number for number in self.sweep.numbers]
         numbers = [number for number in columns if self._is_known(number)]
@@ -50,6 +53,7 @@ class _Drawing:
         dots_in = len(numbers) * (_DOT_IN * len(self.variants) + _AXIS_IN)
         height_in = dots_in if self.sweep.draw == "dots" else _PANEL_IN * len(numbers) + _AXIS_IN
         figure, panels = line_figure(len(numbers), height_in=height_in)
+        figure.suptitle(f"{title}\nmeans and standard deviations of seeds".strip())
         drawn = [panel(axes, number) for axes, number in zip(panels[:, 0], numbers, strict=True)]
         label_ends(*figure.axes)
         return figure if all(drawn) else None

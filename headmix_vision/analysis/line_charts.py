@@ -10,6 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
 
 from headmix_vision.files.writing import atomic_path
 
@@ -17,6 +19,7 @@ OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  
 BLACK = "#000000"
 SOFTMAX, LINEAR, MHLA, HEAD_IN_HEAD, *OTHERS = OKABE_ITO  # where a plot shows attentions, each has the same colour
 _WIDTH_IN, _TEXT_PT, _PITCH_PT = 6.0, 11, 13
+_PAD_IN = 0.1  # beside the labels: fonts of browsers are a little wider
 _STYLE: Any = {
     "font.size": _TEXT_PT,
     "axes.spines.top": False,
@@ -41,7 +44,7 @@ def line_figure(rows: int = 1, columns: int = 1, height_in: float = 3.6, **share
         The figure and its panels [rows, columns].
     """
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
+        figure = Figure(figsize=(_WIDTH_IN, height_in), layout=ConstrainedLayoutEngine(w_pad=_PAD_IN))
         FigureCanvasSVG(figure)
         return figure, figure.subplots(rows, columns, squeeze=False, **shared)
 
@@ -112,8 +115,19 @@ def save_svg(path: Path, figure: Figure) -> None:
 
 
 def encode_svg(figure: Figure) -> bytes:
-    """Make the file of a figure: an SVG, text as text."""
+    """Make the file of a figure: an SVG, text as text. Two strokes cut a linear axis that does not begin at zero."""
+    for axes in figure.axes:
+        _mark_cut_axes(axes)
     encoded = io.StringIO()
     with mpl.rc_context(_STYLE | {"svg.fonttype": "none"}):
         figure.savefig(encoded, format="svg", metadata={"Date": None})
     return encoded.getvalue().encode()
+
+
+def _mark_cut_axes(axes: Axes) -> None:
+    """Draw two strokes across the beginning of each linear axis that begins above zero."""
+    strokes: Any = {"transform": axes.transAxes, "color": BLACK, "clip_on": False, "linestyle": "none", "markersize": 9}
+    if axes.get_yscale() == "linear" and axes.get_ylim()[0] > 0:
+        axes.add_line(Line2D([0, 0], [0.03, 0.06], marker=[(-5, -2), (5, 2)], **strokes))
+    if axes.get_xscale() == "linear" and axes.get_xlim()[0] > 0:
+        axes.add_line(Line2D([0.02, 0.035], [0, 0], marker=[(-2, -5), (2, 5)], **strokes))

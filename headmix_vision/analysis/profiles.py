@@ -114,10 +114,11 @@ def draw_profiles(rows: Sequence[dict[str, Any]], labels: dict[str, str], title:
     Args:
         rows: As from `profile_layers`, each with its `model`.
         labels: The name of each number, and what it is.
-        title: What stands above.
+        title: What stands above, before the number of tokens.
     """
     figure, panels = line_figure(len(labels), height_in=2.5 * len(labels), sharex=True)
-    figure.suptitle(title)
+    tokens = ", ".join(str(number) for number in dict.fromkeys(row["tokens"] for row in rows))
+    figure.suptitle(f"{title}, {tokens} tokens")
     models = dict.fromkeys(row["model"] for row in rows)
     for axes, (name, label) in zip(panels[:, 0], labels.items(), strict=True):
         for model, colour in zip(models, cycle(OKABE_ITO)):

@@ -16,7 +16,7 @@ def main(args: Sequence[str] | None = None) -> None:
         width = max(map(len, names), default=0)
         for model in describe(names):
             size = " x ".join(map(str, model.input_size))
-            cost = f"{model.parameters / 1e6:7.2f} M  {model.flops / 1e9:8.2f} GFLOPs"
+            cost = f"{model.parameters / 1e6:7.2f} M  {model.gflops:>8} GFLOPs"
             line = f"{model.name:{width}}  {cost}  {size:13}"
             print(f"{line} pretrained" if model.pretrained else line.rstrip(), flush=True)
 

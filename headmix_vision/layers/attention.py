@@ -31,6 +31,10 @@ from headmix_vision.ops.token_grid import repeated, with_shape
 class HeadMixAttention(nn.Module):
     """Self-attention over a token grid by a chosen core and head mix. Parameter names follow timm's Attention.
 
+    >>> layer = HeadMixAttention(64, 4, core="mhla", grid=(8, 8), block_grid=(2, 2))
+    >>> layer(torch.rand(2, 64, 64)).shape
+    torch.Size([2, 64, 64])
+
     Args:
         dim: width C.
         num_heads: H, a divisor of ``dim``.

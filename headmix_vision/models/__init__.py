@@ -1,4 +1,13 @@
-"""Models, registered with timm."""
+"""Models, registered with timm.
+
+>>> import timm, torch, headmix_vision
+>>> classifier = timm.create_model("deit_mhla_tiny", num_classes=10, depth=1)
+>>> classifier(torch.rand(2, 3, 224, 224)).shape
+torch.Size([2, 10])
+>>> generator = timm.create_model("dit_mhla_s_2", depth=1)
+>>> generator(torch.randn(2, 4, 32, 32), t=torch.rand(2), y=torch.tensor([3, 7])).shape
+torch.Size([2, 4, 32, 32])
+"""
 
 from typing import TYPE_CHECKING
 

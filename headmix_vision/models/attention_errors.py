@@ -71,11 +71,16 @@ def _kind(layer: nn.Module) -> tuple[type, ...]:
 def attention_errors(pairs: Pairs, *, learn: bool = True) -> Iterator[list[Tensor]]:
     """Run each student layer on what its teacher's is given while the teacher runs, and collect the errors.
 
-    Under ``torch.no_grad()`` around the teacher, only the students get gradients::
+    Under ``torch.no_grad()`` around the teacher, only the students get gradients.
 
-        with attention_errors(attention_pairs(teacher, student)) as errors, torch.no_grad():
-            teacher(latents, timestep, text)
-        torch.stack(errors).mean().backward()
+    >>> import timm, headmix_vision
+    >>> teacher = timm.create_model("deit_softmax_digits", pretrained=True, class_token=False, global_pool="avg")
+    >>> student = timm.create_model("deit_mhla_digits")
+    >>> with attention_errors(attention_pairs(teacher, student)) as errors, torch.no_grad():
+    ...     logits = teacher(torch.rand(2, 1, 8, 8))
+    >>> torch.stack(errors).mean().backward()  # one error for each of four layers
+    >>> len(errors)
+    4
 
     Args:
         pairs: attention layers of teacher and student, outputs [B, N, C].

@@ -49,16 +49,16 @@ def compress_heads(model: nn.Module, component_heads: int) -> Compression:
     the first h' right singular vectors times their singular values become the projection, the left ones, orthonormal,
     the composition ``head_mix.mix``. Values likewise. Projections and kept keys and values shrink to h' / H. Everything
     else is copied, the function is that of the source for h' = H, and ``output_norm`` is as the source has it: mostly
-    off, while models called ``mea`` have it on. For example, with training that recovers what was lost::
+    off, while models called ``mea`` have it on. Training recovers what was lost (docs/finetune.md).
 
-        compressed = compress_heads(timm.create_model("deit_softmax_digits", pretrained=True), component_heads=1)
-        safetensors.torch.save_file(compressed.model.state_dict(), "compressed.safetensors")
-
-        arguments = {"head_mix_args": {"component_heads": 1}, "output_norm": False}
-        timm.create_model("deit_softmax_mea_digits", checkpoint_path="compressed.safetensors", **arguments)
-
-        headmix train-cls fit -c digits --model.name deit_softmax_mea_digits --model.model_args.output_norm false \\
-            --model.model_args.head_mix_args '{component_heads: 1}' --model.checkpoint compressed.safetensors
+    >>> import timm, headmix_vision
+    >>> source = timm.create_model("deit_softmax_digits", pretrained=True)
+    >>> model, errors = compress_heads(source, component_heads=1)
+    >>> [round(layer.keys, 2) for layer in errors]
+    [0.57, 0.68, 0.67, 0.68]
+    >>> arguments = {"head_mix_args": {"component_heads": 1}, "output_norm": False}
+    >>> timm.create_model("deit_softmax_mea_digits", **arguments).load_state_dict(model.state_dict())
+    <All keys matched successfully>
 
     A softmax model of timm, or an official DiT, is compressed after :mod:`headmix_vision.models.convert` (or
     ``convert_dit``) has made it ``deit_softmax_*`` (``dit_softmax_*``). In a model whose ``global_every`` leaves the

@@ -45,12 +45,15 @@ def convert_state_dict(
     model pools by the mean), what the core of one of our models has learned, the head if the class counts agree,
     position embeddings resampled to the model's resolution. A class, register or distillation token the model lacks is
     left out together with its position; one that the source lacks keeps the model's token and position.
-    For example::
 
-        source = timm.create_model("deit_small_patch16_224", pretrained=True).state_dict()
-        model = timm.create_model("deit_mhla_small")
-        converted = convert_state_dict(source, model)
-        model.load_state_dict(converted.state_dict)
+    >>> import timm, headmix_vision
+    >>> source = timm.create_model("deit_tiny_patch16_224", depth=1).state_dict()  # pretrained=True: with its weights
+    >>> model = timm.create_model("deit_mhla_tiny", depth=1)
+    >>> converted = convert_state_dict(source, model)
+    >>> model.load_state_dict(converted.state_dict)
+    <All keys matched successfully>
+    >>> converted.new_parameters, converted.unused
+    (['blocks.0.attn.core.mixing.weight'], ['cls_token'])
 
     Weights of the released MHLA code load into models whose layers are made as its: an InputError names the arguments.
 

@@ -91,19 +91,20 @@ def convert_dit_state_dict(state_dict: dict[str, Tensor], model: HeadMixDiT, sit
     Mixing matrices, CPE and gates, which the source lacks, keep the model's present values. So do head mixes, which
     start as their core alone: the model computes what it would without one, explicit heads with ``output_norm=False``.
     Fixed positions are compared and left out; at another resolution the model's own are kept. Weights of an image
-    model are first inflated for a model on clips (:func:`inflate_dit`). For example::
+    model are first inflated for a model on clips (:func:`inflate_dit`).
 
-        model = timm.create_model("dit_mhla_xl_2", learned_variance=True)
-        converted = convert_dit_state_dict(read_dit_weights("DiT-XL-2-256x256.pt"), model)
-        model.load_state_dict(converted.state_dict)
-        print(converted.new_parameters)
+    >>> import timm, headmix_vision
+    >>> source = timm.create_model("dit_softmax_s_2", depth=1, learned_variance=True).state_dict()
+    >>> model = timm.create_model("dit_mhla_s_2", depth=1, learned_variance=True)
+    >>> converted = convert_dit_state_dict(source, model)
+    >>> model.load_state_dict(converted.state_dict)
+    <All keys matched successfully>
+    >>> converted.new_parameters
+    ['blocks.0.attn.core.mixing.weight']
 
     Weights of SiT (arXiv 2401.08740) load into a model with ``sit_time=True`` and without a learned variance. The
     velocity gets the sign of ours, so that the model is one of flow matching, and the half of the output that SiT does
-    not train is left out. SiT's samples are guided in three channels: ``guidance_channels="first_three"``. ::
-
-        model = timm.create_model("dit_softmax_xl_2", sit_time=True)
-        model.load_state_dict(convert_dit_state_dict(read_dit_weights("SiT-XL-2-256x256.pt"), model).state_dict)
+    not train is left out. SiT's samples are guided in three channels: ``guidance_channels="first_three"``.
 
     Args:
         state_dict: weights of a DiT, or a checkpoint holding them under ``ema``, ``model`` or ``state_dict``; prefixes

@@ -150,10 +150,14 @@ def sana_to_mhla(
 ) -> SanaMHLATransformer2DModel:
     """Copy a Sana transformer of diffusers, with MHLA in the place of its linear self-attention.
 
-    With the uniform mixing matrix the copy computes the same function, and learns to mix from there. For example::
+    With the uniform mixing matrix the copy computes the same function, and learns to mix from there. A pipeline takes
+    the copy as its ``transformer``.
 
-        pipeline = SanaPipeline.from_pretrained("Efficient-Large-Model/Sana_600M_512px_diffusers")
-        pipeline.transformer = sana_to_mhla(pipeline.transformer)
+    >>> from diffusers import SanaTransformer2DModel
+    >>> sana = SanaTransformer2DModel(num_layers=1, num_attention_heads=2, num_cross_attention_heads=2,
+    ...     cross_attention_head_dim=32, cross_attention_dim=64, caption_channels=16)
+    >>> sana_to_mhla(sana).transformer_blocks[0].attn1.processor.__class__.__name__
+    'SanaMHLAProcessor'
 
     Args:
         transformer: the model to convert; it is not changed and shares no memory with the result.

@@ -194,11 +194,14 @@ def wan_to_mhla(
     """Copy a Wan transformer of diffusers, with MHLA in the place of its softmax self-attention.
 
     All weights are copied; mixing matrices, norms and gates are new, so the model has to be trained on
-    (:mod:`headmix_vision.training.distillation`). For example two thirds of the layers, as the paper's hybrid::
+    (:mod:`headmix_vision.training.distillation`). A pipeline takes
+    the copy as its ``transformer``. Two thirds of the layers, as the paper's hybrid:
 
-        pipeline = WanPipeline.from_pretrained("Wan-AI/Wan2.1-T2V-1.3B-Diffusers")
-        layers = [i for i in range(len(pipeline.transformer.blocks)) if i % 3]
-        pipeline.transformer = wan_to_mhla(pipeline.transformer, layers=layers)
+    >>> from diffusers import WanTransformer3DModel
+    >>> wan = WanTransformer3DModel(num_layers=3, num_attention_heads=2, attention_head_dim=12, ffn_dim=32)
+    >>> hybrid = wan_to_mhla(wan, layers=[i for i in range(len(wan.blocks)) if i % 3])
+    >>> [block.attn1.processor.__class__.__name__ for block in hybrid.blocks]
+    ['WanSoftmaxProcessor', 'WanMHLAProcessor', 'WanMHLAProcessor']
 
     Args:
         transformer: the model to convert, on any device; it is not changed and shares no memory with the result.
@@ -239,10 +242,7 @@ def convert_wan_mhla_state_dict(state_dict: Mapping[str, Any], model: WanMHLATra
     """Map published weights of Wan with MHLA, in the original naming or that of diffusers, onto ``model``.
 
     The released code takes mixing weights of any sign, so the model is made with ``clip_mixing=False``, and with the
-    layers and the gate of the weights::
-
-        model = WanMHLATransformer3DModel(output_gate=True, clip_mixing=False, **config_of_wan)
-        model.load_state_dict(convert_wan_mhla_state_dict(weights, model).state_dict)
+    layers and the gate of the weights (docs/wan.md).
 
     Args:
         state_dict: ``blocks.i.self_attn.block_attn.conv.weight`` [M, M, 1, 1], ``g_norm.weight`` [D], ``g.weight`` and

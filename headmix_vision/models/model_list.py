@@ -37,16 +37,21 @@ class Listed(NamedTuple):
     Args:
         name: Its name in timm.
         parameters: Their number.
-        flops: Operations of a forward pass for one input, see `count_flops`.
+        flops: Operations of a forward pass for one input, see `count_flops`; None if a core does not count its own.
         input_size: Channels, height and width of images or latents; of clips channels, frames, height and width.
         pretrained: Whether weights come with the package.
     """
 
     name: str
     parameters: int
-    flops: int
+    flops: int | None
     input_size: tuple[int, ...]
     pretrained: bool
+
+    @property
+    def gflops(self) -> str:
+        """The operations in units of 10^9 for a table."""
+        return "–" if self.flops is None else f"{self.flops / 1e9:.2f}"
 
 
 def list_models(request: ModelsRequest) -> list[str]:
@@ -74,7 +79,7 @@ def find_names(patterns: Sequence[str]) -> list[str]:
 
 def describe(names: Sequence[str]) -> Iterator[Listed]:
     """Build each model, without memory for its weights, and tell its size; once where several names mean the same."""
-    sizes: dict[str, tuple[int, int]] = {}
+    sizes: dict[str, tuple[int, int | None]] = {}
     means = {name: f"{family} {v.arguments}" for family, variants in FAMILIES.items() for name, v in variants.items()}
     clips = {name: variant.arguments["input_size"] for name, variant in FAMILIES["dit_video"].items()}
     for name in names:
@@ -84,9 +89,16 @@ def describe(names: Sequence[str]) -> Iterator[Listed]:
         if model_of_size not in sizes:
             with torch.device("meta"):
                 model = timm.create_model(name)
-            sizes[model_of_size] = sum(p.numel() for p in model.parameters()), count_flops(model)
+            sizes[model_of_size] = sum(p.numel() for p in model.parameters()), _flops_or_none(model)
         size = (cfg.input_size[0], *clips[name]) if name in clips else cfg.input_size
         yield Listed(name, *sizes[model_of_size], size, is_model_pretrained(name))
+
+
+def _flops_or_none(model: nn.Module) -> int | None:
+    try:
+        return count_flops(model)
+    except NotImplementedError:  # AttentionCore.flops: a core need not count its operations
+        return None
 
 
 def count_flops(model: nn.Module) -> int:

@@ -146,11 +146,14 @@ def swap_attention(
     follows ``set_input_size`` and ``dynamic_img_size``. NaFlexVit takes batches of pictures of several grids, with
     ``patch_coord`` and ``patch_valid``: each picture has the outputs that it has alone. With gradient checkpointing and
     ``dynamic_img_size``, run the backward pass before a forward pass on another size. Rotary positions rotate features
-    in the numerator and not in the denominator. For example::
+    in the numerator and not in the denominator.
 
-        model = timm.create_model("vit_small_patch14_dinov2", pretrained=True)
-        print(headmix_vision.swap_attention(model, "mhla", softmax_every=3))
-        headmix_vision.save_pretrained(model, "swapped")
+    >>> import timm, headmix_vision
+    >>> model = timm.create_model("vit_tiny_patch16_224", depth=3)  # pretrained=True: with its weights
+    >>> print(headmix_vision.swap_attention(model, "mhla", layers=[1, 2]))
+    2 layers swapped to mhla (Attention): blocks.1.attn, blocks.2.attn
+    kept: blocks.0.attn (asked to stay)
+    new parameters: blocks.1.attn.core.mixing.weight, blocks.2.attn.core.mixing.weight
 
     Args:
         model: the model, or a module that contains it. ViTs of this package are taken too, and keep their head mixes

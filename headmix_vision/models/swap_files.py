@@ -105,6 +105,16 @@ def swapped_architecture(arguments: Mapping[str, Any]) -> str:
 def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     """Save a model of timm, swapped or not, in timm's hub format.
 
+    >>> import tempfile, timm, torch, headmix_vision
+    >>> model = timm.create_model("vit_tiny_patch16_224", depth=1).eval()
+    >>> report = headmix_vision.swap_attention(model, "mhla")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     headmix_vision.save_pretrained(model, folder)
+    ...     opened = headmix_vision.from_pretrained(folder)
+    >>> images = torch.rand(1, 3, 224, 224)
+    >>> torch.equal(opened(images), model(images))
+    True
+
     Args:
         model: a model that ``timm.create_model`` made.
         folder: the folder; files of an earlier model there are replaced.

@@ -12,7 +12,7 @@ def rows(models: Iterable[Listed]) -> Iterator[str]:
     yield "|---|---:|---:|---|"
     for model in models:
         size = " x ".join(map(str, model.input_size))
-        yield f"| `{model.name}` | {model.parameters / 1e6:.2f} | {model.flops / 1e9:.2f} | {size} |"
+        yield f"| `{model.name}` | {model.parameters / 1e6:.2f} | {model.gflops} | {size} |"
 
 
 def main(args: Sequence[str] | None = None) -> None:

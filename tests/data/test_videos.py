@@ -13,12 +13,12 @@ from lightning.pytorch.callbacks import Callback
 from PIL import Image
 from torch import Tensor
 
+from headmix_vision.data.cache_sources import EvenClips
 from headmix_vision.data.clip_frames import ClipConfig
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.videos import open_video_folder
 from headmix_vision.data.generation import GenerationData
-from headmix_vision.data.cache_sources import EvenClips
 from headmix_vision.data.stills import StillsConfig
 from headmix_vision.errors import InputError
 from headmix_vision.files.video import write_video

@@ -177,12 +177,12 @@ class ReleasedMHLA(torch.nn.Module):
 RELEASED = {"core_args": {"normalizer": "source_block", "mixing_clip": False}, "input_norm": True}
 
 
-def released(model, extent, qk_norm, bias):
+def released(model, extent, qk_norm, bias, grid=4, blocks=2):
     """A model with the released layers in the place of ours, and weights as training leaves them."""
     torch.manual_seed(0)
     for block in model.blocks:
         dim = block.attn.proj.in_features
-        block.attn = ReleasedMHLA(dim, block.attn.num_heads, 4, 2, extent, qk_norm, bias)
+        block.attn = ReleasedMHLA(dim, block.attn.num_heads, grid, blocks, extent, qk_norm, bias)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))

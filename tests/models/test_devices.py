@@ -55,20 +55,10 @@ def test_times_of_sampling_are_on_the_device_that_is_asked_for(name):
     assert scheduler.timesteps.device.type == "meta"
 
 
-@pytest.mark.parametrize("name", ["ddpm", "ddim"])
-def test_times_of_the_process_of_ddpm_are_on_the_device_that_is_asked_for(name, monkeypatch):
-    scheduler = create_scheduler(name, ObjectiveConfig(kind="ddpm"))
-    given = []
-    monkeypatch.setattr(scheduler, "set_timesteps", lambda steps, device=None: given.append(str(device)))
-    with pytest.raises(NotImplementedError, match="meta"):  # where the times are looked at
-        set_steps(scheduler, 4, "meta")
-    assert scheduler.timesteps.device.type == "meta" and given == ["meta"]
-
-
-@pytest.mark.parametrize(("name", "objective"), [("euler", ObjectiveConfig()), ("ddim", ObjectiveConfig(kind="ddpm"))])
-def test_samples_are_drawn_where_the_noise_is(name, objective):
+@pytest.mark.parametrize(("name", "kind"), [("euler", "flow"), ("ddim", "ddpm"), ("unipc", "ddpm")])
+def test_samples_are_drawn_where_the_noise_is(name, kind):
     options = {"labels": torch.arange(2), "null_label": 2, "guidance": Guidance(2.0)}
-    noise, scheduler = torch.randn(2, 1, 8, 8), create_scheduler(name, objective)
+    noise, scheduler = torch.randn(2, 1, 8, 8), create_scheduler(name, ObjectiveConfig(kind=kind))
     with torch.device("meta"):  # where tensors are made for which no device is said
         drawn = denoise(lambda x, t, y: x + (t + y)[:, None, None, None] / 1000, noise, scheduler, 3, **options)
     assert drawn.device.type == "cpu"

@@ -4,6 +4,8 @@ import pytest
 import timm
 
 from headmix_vision.cli.models import main
+from headmix_vision.layers.cores import SoftmaxCore
+from headmix_vision.models import table
 from headmix_vision.models.model_list import count_flops, describe, find_names
 from headmix_vision.models.names import FAMILIES
 
@@ -30,3 +32,11 @@ def test_command_line(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="2"):
         main(["deit_mlha_small"])
     assert "no model of this package is called deit_mlha_small; did you mean deit_mhla_small" in capsys.readouterr().err
+
+
+def test_a_core_that_does_not_count_its_operations_is_listed_without_them(capsys, monkeypatch):
+    monkeypatch.delattr(SoftmaxCore, "flops")
+    main(["deit_softmax_digits"])
+    assert capsys.readouterr().out.split()[3:5] == ["–", "GFLOPs"]
+    table.main(["deit_softmax_digits"])
+    assert capsys.readouterr().out.splitlines()[-1] == "| `deit_softmax_digits` | 0.21 | – | 1 x 8 x 8 |"

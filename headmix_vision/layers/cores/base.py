@@ -102,7 +102,10 @@ class AttentionCore(nn.Module):
         return partial(self, grid=grid)
 
     def flops(self, grid: TokenGrid) -> int:
-        """Return the operations of the method for one image, multiply and add as two, whatever kernel computes it."""
+        """Return the operations of the method for one image, multiply and add as two, whatever kernel computes it.
+
+        Lists of models leave out the operations of a core that does not override this.
+        """
         raise NotImplementedError
 
     def linear_map(

@@ -220,6 +220,13 @@ def head_in_head(
 
     A token with beta and log-decay 0 leaves the state as it is: give both to padding.
 
+    >>> scan = TokenScan.from_grid((4, 4), "column_major")
+    >>> q, k, v = torch.nn.functional.normalize(torch.rand(3, 2, 16, 3, 8), dim=-1)
+    >>> beta, log_decay, mask = torch.rand(2, 16, 3), -torch.rand(2, 16, 3), torch.ones(3, 4, 4)
+    >>> out, state = head_in_head(q, k, v, beta, log_decay, mask, output_final_state=True, scan=scan)
+    >>> out.shape, state.shape
+    (torch.Size([2, 16, 3, 8]), torch.Size([2, 3, 8, 8]))
+
     Args:
         q: [B, N, H, Dk], queries in raster order, prefix tokens first; any floating type, any strides. Neither q nor k
             is normalised here.

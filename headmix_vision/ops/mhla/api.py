@@ -120,6 +120,11 @@ def mhla(
 
     Sums run in float32 (float64 for float64 inputs) whatever the input type, also under autocast.
 
+    >>> blocks = TokenBlocks.from_grid((14, 14), (4, 4))
+    >>> q, k, v = torch.rand(3, 2, 196, 6, 64)
+    >>> mhla(q, k, v, torch.eye(blocks.num_blocks), blocks).shape
+    torch.Size([2, 196, 6, 64])
+
     Args:
         q: [B, N, H, D], queries in raster order, prefix tokens first; any floating type, any strides.
         k: [B, N, H, D], keys, as ``q``.

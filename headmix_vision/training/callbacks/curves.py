@@ -79,6 +79,7 @@ def draw_curves(path: Path, rows: Rows, panels: Panels = CLASSIFIER_PANELS) -> N
     logged = {name for row in rows for name in row}
     panels = {label: names for label, names in panels.items() if logged.intersection(names)}
     figure, all_axes = line_figure(len(panels), height_in=2 * len(panels), sharex=True)
+    figure.suptitle(f"Run {path.absolute().parent.name}")
     for axes, (label, names) in zip(all_axes[:, 0], panels.items(), strict=True):
         for name, colour in zip(names, OKABE_ITO, strict=False):
             points = [(row["step"], row[name]) for row in rows if name in row]

@@ -1,0 +1,877 @@
+"""Figures in sentences and tables of documents, and how each follows from the data in the repository.
+
+    python tests/figures.py              # 40 figures, drawn at random
+    python tests/figures.py --seed 7     # 40 others
+
+A claim names a document, a pattern whose groups are the printed figures, and the numbers out of CSV files. They are
+read here row by row, not by the code that writes the tables. A figure is right if its number rounds to its digits.
+"""
+
+import argparse
+import random
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+
+from headmix_lab.tables import read_csv
+
+ROOT = Path(__file__).parents[1]
+DRAWN = 40
+FIGURE = r"([-−+]?(?:\d[\d,]*)?\.?\d+)"  # stands for each # of a pattern
+
+
+class Claim(NamedTuple):
+    """Figures of one sentence or row.
+
+    Attributes:
+        document: its path.
+        text: the sentence with a # in the place of each figure, as a regular expression.
+        numbers: the numbers out of the data.
+        source: the file that holds them.
+    """
+
+    document: str
+    text: str
+    numbers: Callable[[], Sequence[float]]
+    source: str
+
+
+class Figure(NamedTuple):
+    """One printed figure, and the number that it must be."""
+
+    document: str
+    printed: str
+    number: float
+    source: str
+    text: str
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the number rounds to the printed digits."""
+        decimals = len(self.printed.partition(".")[2])
+        return abs(float(self.printed.replace(",", "").replace("−", "-")) - self.number) <= 0.5 * 10**-decimals + 1e-9
+
+
+@cache
+def text_of(document: str) -> str:
+    return re.sub(r"\s+", " ", (ROOT / document).read_text(encoding="utf-8"))
+
+
+def figures(claim: Claim) -> list[Figure]:
+    """Return the figures of a claim.
+
+    Raises:
+        ValueError: The document does not hold the sentence once, or with another number of figures.
+    """
+    found = re.findall(claim.text.replace("#", FIGURE), text_of(claim.document))
+    if len(found) != 1:
+        raise ValueError(f"{claim.document} has {len(found)} times: {claim.text}")
+    printed = found[0] if isinstance(found[0], tuple) else (found[0],)
+    pairs = zip(printed, claim.numbers(), strict=True)
+    return [Figure(claim.document, text, number, claim.source, claim.text) for text, number in pairs]
+
+
+def column(path: str, name: str, **given: str) -> list[float]:
+    """Return the numbers of a column, of the rows with these texts in others."""
+    return [float(row[name]) for row in read_csv(ROOT / path, **given) if row[name]]
+
+
+def cell(path: str, name: str, **given: str) -> float:
+    """Return the one number of a column in the one row with these texts in others."""
+    (number,) = column(path, name, **given)
+    return number
+
+
+def mean(path: str, name: str, **given: str) -> float:
+    return statistics.mean(column(path, name, **given))
+
+
+def mean_and_deviation(path: str, name: str, **given: str) -> list[float]:
+    numbers = column(path, name, **given)
+    assert len(numbers) == 3
+    return [statistics.mean(numbers), statistics.stdev(numbers)]
+
+
+RESULTS, OF = "benchmarks/results", "experiments"
+MHLA, HIH, WAN = f"{RESULTS}/mhla_h200.csv", f"{RESULTS}/hih_h200.csv", f"{RESULTS}/wan_h200.csv"
+DEIT, SCALE_H100, SCALE_H200 = (
+    f"{RESULTS}/models_deit_h200.csv",
+    f"{RESULTS}/scale_h100.csv",
+    f"{RESULTS}/scale_h200.csv",
+)
+MODELS = f"{RESULTS}/models_h200.csv"
+PARALLEL, TRAINING = f"{RESULTS}/context_parallel_h200.csv", f"{RESULTS}/training_h200.csv"
+CHECKPOINTING, IHA = f"{RESULTS}/scale_checkpointing_h100.csv", f"{RESULTS}/models_deit_iha_h200.csv"
+EMOJI, LARGE = f"{OF}/emoji/results.csv", f"{OF}/emoji/large.csv"
+DEMOS, DIGITS, RANK = f"{OF}/demos/results.csv", f"{OF}/digits/results.csv", f"{OF}/attention_matrices/rank.csv"
+MIXES, COMPRESS, COUNTING = (f"{OF}/{name}/results.csv" for name in ("head_mixes", "compress", "counting"))
+RECALL, RATES = f"{OF}/recall/results.csv", f"{OF}/stable_rates/results.csv"
+CLIPS, DISTILLED = f"{OF}/moving_digits/results.csv", f"{OF}/moving_digits/distilled.csv"
+SWAP, SWAP_EMOJI = f"{OF}/swap/fashion_mnist.csv", f"{OF}/swap/emoji.csv"
+JUDGES = f"{OF}/emoji_classifiers"
+
+
+def mixed(task: str, core: str, mix: str = "plain", narrow: bool = False) -> list[float]:
+    """Return mean and deviation of a core, with a head mix, at the rate that all seeds have, in `head_mixes`."""
+    rows = read_csv(ROOT / MIXES, task=task, core=core, mix=mix)
+    rows = [row for row in rows if row["dataset"] != "digits-tuning" and (row["mlp_ratio"] != "4.0") == narrow]
+    (rate,) = {row["rate"] for row in rows if row["seed"] == "2"}
+    numbers = [float(row["test_top1_percent"]) for row in rows if row["rate"] == rate]
+    assert len(numbers) == 3
+    return [statistics.mean(numbers), statistics.stdev(numbers)]
+
+
+def mixes(task: str, core: str) -> list[float]:
+    """Return a row of `head_mixes`: the core alone, each mix, its difference from the core and the error of that."""
+    alone, spread = found = mixed(task, core)
+    for mix, narrow in (("iha", False), ("iha", True), ("mea", False)):
+        one, deviation = mixed(task, core, mix, narrow)
+        found += [one, deviation, one - alone, ((spread**2 + deviation**2) / 3) ** 0.5]
+    return found
+
+
+def mixed_size(mix: str, name: str) -> float:
+    """Return the operations or parameters of softmax on digits, in `head_mixes`."""
+    return mean(MIXES, name, task="digits", core="softmax", mix=mix, mlp_ratio="4.0")
+
+
+def stable_rate(core: str, mix: str) -> float:
+    """Return the highest rate whose mean is at most 10 points below the best rate's."""
+    rows = read_csv(ROOT / RATES, core=core, mix=mix, options="{}")
+    means = {
+        rate: statistics.mean(float(row["test_top1_percent"]) for row in rows if float(row["rate"]) == rate)
+        for rate in {float(row["rate"]) for row in rows}
+    }
+    return max(rate for rate, top1 in means.items() if top1 >= max(means.values()) - 10)
+
+
+def stable_ratio(core: str) -> float:
+    return stable_rate(core, "mea") / stable_rate(core, "plain")
+
+
+def attention(core: str, name: str) -> list[float]:
+    """Return the figures of a row of the table in README."""
+    path, short, long = (HIH, "n256", "n16384") if core == "hih" else (MHLA, "deit", "k16")
+    one, other = (cell(path, "forward_backward_ms", shape=shape, column=name) for shape in (short, long))
+    return [one, other, cell(path, "peak_mib", shape=long, column=name), *mixed("digits", core), *mixed("canvas", core)]
+
+
+def deit(model: str) -> float:
+    given = {"size": "224", "batch": "256", "mode": "train", "compile": "reduce-overhead"}
+    return cell(DEIT, "ratio_to_baseline", model=model, **given)
+
+
+def whole_model(*names: str) -> list[float]:
+    """Return ratios of DeiT-S with MHLA, trained with CUDA graphs."""
+    given = {"size": "224", "batch": "256", "mode": "train", "compile": "reduce-overhead", "model": "deit_mhla_small"}
+    return [cell(MODELS, name, **given) for name in names]
+
+
+def fid(row: str) -> float:
+    return mean(EMOJI, "fid", row=row, split="test")
+
+
+def large(name: str, row: str = "mhla-cpe", **given: str) -> float:
+    return cell(LARGE, name, row=row, **({"split": "test"} | given))
+
+
+def wan(tokens: int, mode: str, row: str, name: str = "ms") -> float:
+    return cell(WAN, name, tokens=str(tokens), mode=mode, row=row)
+
+
+def wan_row(tokens: int, mode: str) -> list[float]:
+    cells = [wan(tokens, mode, "installed"), wan(tokens, mode, "cudnn")]
+    for row in ("converted", "hybrid"):
+        cells += [wan(tokens, mode, row, name) for name in ("ms", "speed_of_installed", "speed_of_cudnn")]
+    return [*cells, *(wan(tokens, mode, row, "peak_gib") for row in ("installed", "converted"))]
+
+
+def two_gpus(path: str, what: str, batch: int, name: str = "ratio") -> float:
+    return cell(path, name, model="dit_mhla_xl_2", what=what, batch=str(batch))
+
+
+def clips(row: str, name: str, frames: int, way: str = "whole", **given: str) -> float:
+    return mean(CLIPS, name, row=row, frames=str(frames), way=way, **given)
+
+
+def faded(row: str) -> float:
+    """Return the points of the digit that are lost over 64 frames, window by window; mean of all seeds."""
+    return clips(row, "digit_percent", 16) - clips(row, "digit_percent", 64, "windows")
+
+
+def growth_of_time(row: str) -> float:
+    """Return by how many per cent the time of a frame grows from 64 to 256 frames."""
+    return 100 * (clips(row, "ms", 256, "forward") / clips(row, "ms", 64, "forward") - 1)
+
+
+def compressed(core: str, heads: int, name: str) -> float:
+    return mean(COMPRESS, name, core=core, component_heads=str(heads))
+
+
+def recovered(core: str, heads: int) -> float:
+    return compressed(core, heads, "recovered_top1_percent") - compressed(core, heads, "base_top1_percent")
+
+
+def dropped(core: str, heads: int) -> float:
+    return compressed(core, heads, "base_top1_percent") - compressed(core, heads, "compressed_top1_percent")
+
+
+def recalled(attributes: int, rank: int) -> list[float]:
+    given = {"attributes": str(attributes), "sub_heads": str(rank), "step": "1000", "age": "all"}
+    return mean_and_deviation(RECALL, "glyphs_percent", **given)
+
+
+def top1(core: str) -> float:
+    return cell(DEMOS, "value", what=f"deit_{core}_digits", number="top1_percent")
+
+
+def of_layers(model: str, *layers: int) -> float:
+    rows = read_csv(ROOT / RANK, model=f"deit_{model}_digits")
+    return statistics.mean(float(row["rank"]) for row in rows if not layers or int(row["layer"]) in layers)
+
+
+def halves(cpe: str, *cores: str) -> list[float]:
+    means = sorted(mean(DIGITS, "last_top1_percent", core=core, cpe=cpe) for core in cores)
+    return [means[0], means[-1]]
+
+
+def training(model: str) -> list[float]:
+    """Return images/s and their ratio to the bare step, without and with EMA."""
+    given = {"model": model, "compile": "default"}
+    names = ("imgs_per_s", "ratio_to_bare")
+    return [cell(TRAINING, x, what=what, **given) for what in ("no averaging", "averaging") for x in names]
+
+
+def launched() -> list[float]:
+    """Return the speed of two GPUs without CUDA graphs: of models, least and most of 31,500 tokens, and of 262,144."""
+    rows = [row for row in read_csv(ROOT / PARALLEL, what="model", **{"pass": "both"})]
+    ratios = {row["tokens"]: [] for row in rows}
+    for row in rows:
+        ratios[row["tokens"]].append(float(row["one_launched_ms"]) / float(row["spread_launched_ms"]))
+    return [min(ratios["31500"]), max(ratios["31500"]), *ratios["262144"]]
+
+
+def counted(core: str, modulus: int, pseudo_heads: int, heads: int) -> float:
+    given = {"encoding": "value", "core": core, "modulus": str(modulus), "step": "5000", "lr": "0.003"}
+    return mean(COUNTING, "exact_percent", pseudo_heads=str(pseudo_heads), heads=str(heads), **given)
+
+
+def counting_parameters() -> list[float]:
+    return column(COUNTING, "parameters", width="64", encoding="value")
+
+
+def counting_flops(pseudo_heads: int, heads: int) -> float:
+    given = {
+        "encoding": "value",
+        "core": "softmax",
+        "width": "64",
+        "pseudo_heads": str(pseudo_heads),
+        "heads": str(heads),
+    }
+    return mean(COUNTING, "attention_flops", **given) / 1e6
+
+
+def distilled(core: str, seed: int) -> float:
+    """Return by how much the FVD of a distilled model is below its teacher's."""
+    fvd = {row: cell(DISTILLED, "fvd", row=row, seed=str(seed)) for row in ("softmax", f"{core}-distilled")}
+    return fvd["softmax"] - fvd[f"{core}-distilled"]
+
+
+def chosen(sweep: str, variant: str, name: str = "test_balanced_percent") -> float:
+    """Return the mean of three seeds of a network of emoji at the rate that all of them have."""
+    rows = read_csv(ROOT / JUDGES / f"{sweep}.csv", variant=variant)
+    (rate,) = {row["rate"] for row in rows if row["seed"] == "2"}
+    numbers = [float(row[name]) for row in rows if row["rate"] == rate]
+    assert len(numbers) == 3
+    return statistics.mean(numbers)
+
+
+def gain(sweep: str, variant: str, other: str, name: str = "test_balanced_percent") -> float:
+    return chosen(sweep, variant, name) - chosen(sweep, other, name)
+
+
+def ranks(core: str) -> list[float]:
+    """Return the lowest mean rank over the training, and the last."""
+    found: dict[int, list[float]] = {}
+    for row in read_csv(ROOT / JUDGES / "rank_curves.csv", variant=core):
+        found.setdefault(int(row["epoch"]), []).append(float(row["rank"]))
+    means = {epoch: statistics.mean(numbers) for epoch, numbers in found.items()}
+    return [min(means.values()), means[max(means)]]
+
+
+def lead(sweep: str, cpe: bool) -> float:
+    """Return the lead of Head-in-Head over the best other core."""
+    names = [f"{core}{'+CPE' * cpe}" for core in ("hih", "softmax", "linear", "mhla")]
+    first, *others = (chosen(sweep, name) for name in names)
+    return first - max(others)
+
+
+CLAIMS = (
+    Claim(
+        "README.md",
+        r"\| softmax \(cuDNN\) \| N² \| # \| # \| # \| # ± # \| # ± # \|",
+        lambda: attention("softmax", "cudnn_packed"),
+        MHLA,
+    ),
+    Claim(
+        "README.md",
+        r"\| linear \| N \| – \| – \| – \| # ± # \| # ± # \|",
+        lambda: [*mixed("digits", "linear"), *mixed("canvas", "linear")],
+        MIXES,
+    ),
+    Claim(
+        "README.md",
+        r"\| MHLA \| N \| # \| # \| # \| # ± # \| # ± # \|",
+        lambda: attention("mhla", "auto"),
+        MHLA,
+    ),
+    Claim(
+        "README.md",
+        r"\| Head-in-Head, r = 4 \| N \| # \| # \| # \| # ± # \| # ± # \|",
+        lambda: attention("hih", "r4"),
+        HIH,
+    ),
+    Claim(
+        "README.md",
+        r"takes # ms, cuDNN's softmax #",
+        lambda: [cell(MHLA, "forward_backward_ms", shape="k16", column=x) for x in ("auto", "cudnn_packed")],
+        MHLA,
+    ),
+    Claim(
+        "README.md",
+        r"\[#x\]\(docs/wan\.md.speed\) of softmax",
+        lambda: [wan(75600, "train", "converted", "speed_of_installed")],
+        WAN,
+    ),
+    Claim(
+        "README.md",
+        r"DeiT-S/MHLA trains at #x of the equal softmax model and #x of timm's, DeiT-S/Head-in-Head at #x of timm's",
+        lambda: [*whole_model("ratio_to_baseline", "ratio_to_timm"), deit("deit_hih_small")],
+        DEIT,
+    ),
+    Claim(
+        "README.md",
+        r"slower: #x forward",
+        lambda: [
+            cell(MHLA, "forward_ms", shape="sweep_512", column="cudnn_packed")
+            / cell(MHLA, "forward_ms", shape="sweep_512", column="auto")
+        ],
+        MHLA,
+    ),
+    Claim(
+        "README.md",
+        r"FID # with softmax, # with MHLA and # with linear",
+        lambda: [fid("softmax"), fid("mhla"), fid("linear")],
+        EMOJI,
+    ),
+    Claim(
+        "README.md",
+        r"FID # \(EfficientNet-Lite0 features, not Inception\); two disjoint sets of real emoji score #",
+        lambda: [large("fid"), large("fid", "validation pictures")],
+        LARGE,
+    ),
+    Claim(
+        "README.md",
+        r"# % of the samples copy",
+        lambda: [large("copied_percent")],
+        LARGE,
+    ),
+    Claim(
+        "docs/finetune.md",
+        r"\| `deit_softmax_digits` \| # \| # \|",
+        lambda: [3.6 * top1("softmax"), top1("softmax")],
+        DEMOS,
+    ),
+    Claim(
+        "docs/finetune.md",
+        r"\| `deit_linear_digits` \| # \| # \|",
+        lambda: [3.6 * top1("linear"), top1("linear")],
+        DEMOS,
+    ),
+    Claim(
+        "docs/finetune.md",
+        r"\| `deit_mhla_digits` \| # \| # \|",
+        lambda: [3.6 * top1("mhla"), top1("mhla")],
+        DEMOS,
+    ),
+    Claim(
+        "docs/finetune.md",
+        r"\| `deit_hih_digits` \| # \| # \|",
+        lambda: [3.6 * top1("hih"), top1("hih")],
+        DEMOS,
+    ),
+    Claim(
+        "docs/wan.md",
+        r"\| 31,500, denoising forward \| # \| # \| # \(#, #\) \| # \(#, #\) \| #, # \|",
+        lambda: wan_row(31500, "forward"),
+        WAN,
+    ),
+    Claim(
+        "docs/wan.md",
+        r"\| 31,500, training step \| # \| # \| # \(#, #\) \| # \(#, #\) \| #, # \|",
+        lambda: wan_row(31500, "train"),
+        WAN,
+    ),
+    Claim(
+        "docs/wan.md",
+        r"\| 32,760, denoising forward \| # \| # \| # \(#, #\) \| # \(#, #\) \| #, # \|",
+        lambda: wan_row(32760, "forward"),
+        WAN,
+    ),
+    Claim(
+        "docs/wan.md",
+        r"\| 32,760, training step \| # \| # \| # \(#, #\) \| # \(#, #\) \| #, # \|",
+        lambda: wan_row(32760, "train"),
+        WAN,
+    ),
+    Claim(
+        "docs/wan.md",
+        r"\| 75,600, denoising forward \| # \| # \| # \(#, #\) \| # \(#, #\) \| #, # \|",
+        lambda: wan_row(75600, "forward"),
+        WAN,
+    ),
+    Claim(
+        "docs/wan.md",
+        r"\| 75,600, training step \| # \| # \| # \(#, #\) \| # \(#, #\) \| #, # \|",
+        lambda: wan_row(75600, "train"),
+        WAN,
+    ),
+    Claim(
+        "docs/scale.md",
+        r"DDP of DiT-XL/2 runs at #x of one GPU with 64 latents and #x with 320; FSDP2 at #x and #x",
+        lambda: [
+            two_gpus(SCALE_H100, "ddp", 64),
+            two_gpus(SCALE_H200, "ddp", 320),
+            *(two_gpus(SCALE_H200, "fsdp2", n) for n in (64, 320)),
+        ],
+        SCALE_H200,
+    ),
+    Claim(
+        "docs/scale.md",
+        r"takes # instead of # ms on H100",
+        lambda: [1000 * two_gpus(SCALE_H100, what, 64, "step_s") for what in ("kept", "fsdp2")],
+        SCALE_H100,
+    ),
+    Claim(
+        "docs/scale.md",
+        r"FSDP2 needs #x of DDP's memory",
+        lambda: [two_gpus(CHECKPOINTING, "fsdp2", 16, "peak_gib") / two_gpus(CHECKPOINTING, "ddp", 16, "peak_gib")],
+        CHECKPOINTING,
+    ),
+    Claim(
+        "docs/scale.md",
+        r"Baselines differ for `kept` \(#\) and FSDP2 with 320 latents \(#\)",
+        lambda: [
+            two_gpus(SCALE_H100, "kept", 64, "imgs_per_s") / two_gpus(SCALE_H100, "kept", 64),
+            *(two_gpus(SCALE_H200, "fsdp2", 320, "imgs_per_s") / two_gpus(SCALE_H200, "fsdp2", 320) for _ in (1,)),
+        ],
+        SCALE_H200,
+    ),
+    Claim(
+        "docs/scale.md",
+        r"31,500 tokens run at #x to #x, 262,144 still at #x",
+        lambda: launched(),
+        PARALLEL,
+    ),
+    Claim(
+        "docs/using_models.md",
+        r"trains at #x over MHLA against softmax",
+        lambda: [cell(IHA, "ratio_to_baseline", model="deit_mhla_iha_small:head_mix_args.pseudo_heads=4")],
+        IHA,
+    ),
+    Claim(
+        "docs/video.md",
+        r"\| digit \| # \| # \| # \|",
+        lambda: [
+            cell(DEMOS, "value", what=what, number="digit") for what in ("guidance 2", "guidance 3.5", "real clips")
+        ],
+        DEMOS,
+    ),
+    Claim(
+        "docs/video.md",
+        r"\| motion \| # \| # \| # \|",
+        lambda: [
+            cell(DEMOS, "value", what=what, number="motion") for what in ("guidance 2", "guidance 3.5", "real clips")
+        ],
+        DEMOS,
+    ),
+    Claim(
+        "docs/video.md",
+        r"\| direction \| # \| # \| # \|",
+        lambda: [
+            cell(DEMOS, "value", what=what, number="direction") for what in ("guidance 2", "guidance 3.5", "real clips")
+        ],
+        DEMOS,
+    ),
+    Claim(
+        "docs/video.md",
+        r"hybrid loses # points of the digit \(# to # %\), MHLA #, linear attention #",
+        lambda: [
+            faded("hybrid-extends"),
+            clips("hybrid-extends", "digit_percent", 16),
+            clips("hybrid-extends", "digit_percent", 64, "windows"),
+            faded("mhla-extends"),
+            faded("linear-extends"),
+        ],
+        CLIPS,
+    ),
+    Claim(
+        "docs/evaluation.md",
+        r"has FID #\.",
+        lambda: [cell(DEMOS, "value", what="even digits, odd digits", number="fid")],
+        DEMOS,
+    ),
+    Claim(
+        "docs/datasets.md",
+        r"validation against the test split has FID #",
+        lambda: [large("fid", "validation pictures")],
+        LARGE,
+    ),
+    Claim(
+        "experiments/attention_matrices/README.md",
+        r"all layers but layer 0 \(# against #\)",
+        lambda: [of_layers("mhla", 0), of_layers("softmax", 0)],
+        RANK,
+    ),
+    Claim(
+        "experiments/README.md",
+        r"rank # of softmax and MHLA, # of linear attention, # of Head-in-Head",
+        lambda: [of_layers("softmax"), of_layers("linear"), of_layers("hih")],
+        RANK,
+    ),
+    Claim(
+        "experiments/README.md",
+        r"with CPE # to # %, Head-in-Head # %",
+        lambda: [*halves("True", "softmax", "linear", "mhla"), *halves("True", "hih")[:1]],
+        DIGITS,
+    ),
+    Claim(
+        "experiments/README.md",
+        r"classifier # %, generator FID # on",
+        lambda: [
+            cell(DEMOS, "value", what="best epoch", number="top1_percent"),
+            cell(DEMOS, "value", number="fid", what="samples, all digits"),
+        ],
+        DEMOS,
+    ),
+    Claim(
+        "experiments/README.md",
+        r"#x of plain softmax, #x of plain MHLA",
+        lambda: [stable_ratio("softmax"), stable_ratio("mhla")],
+        RATES,
+    ),
+    Claim(
+        "experiments/README.md",
+        r"rank 1 recalls # %, rank 2 all",
+        lambda: recalled(2, 1)[:1],
+        RECALL,
+    ),
+    Claim(
+        "experiments/README.md",
+        r"softmax moves best \(# %\), hybrid shows the digit best \(# %\)",
+        lambda: [clips("softmax", "motion_percent", 16), clips("hybrid", "digit_percent", 16)],
+        CLIPS,
+    ),
+    Claim(
+        "experiments/README.md",
+        r"FID # softmax, # MHLA, # linear attention",
+        lambda: [fid("softmax"), fid("mhla"), fid("linear")],
+        EMOJI,
+    ),
+    Claim(
+        "experiments/compress/README.md",
+        r"\(# ± # % with softmax, # ± # with MHLA\)",
+        lambda: [
+            x
+            for core in ("softmax", "mhla")
+            for x in mean_and_deviation(COMPRESS, "base_top1_percent", core=core, component_heads="8")
+        ],
+        COMPRESS,
+    ),
+    Claim(
+        "experiments/compress/README.md",
+        r"\(# and # points, within the spread\), a quarter # and # points",
+        lambda: [recovered("softmax", 4), recovered("mhla", 4), -recovered("softmax", 2), -recovered("mhla", 2)],
+        COMPRESS,
+    ),
+    Claim(
+        "experiments/compress/README.md",
+        r"for as long reach # and # %",
+        lambda: [compressed(core, 4, "scratch_top1_percent") for core in ("softmax", "mhla")],
+        COMPRESS,
+    ),
+    Claim(
+        "experiments/compress/README.md",
+        r"half of the heads cost # and # points",
+        lambda: [dropped("softmax", 4), dropped("mhla", 4)],
+        COMPRESS,
+    ),
+    Claim(
+        "experiments/compress/README.md",
+        r"they miss # % of keys",
+        lambda: [statistics.mean(column(COMPRESS, "keys_error_percent", component_heads="4"))],
+        COMPRESS,
+    ),
+    Claim(
+        "experiments/compress/README.md",
+        r"Parameters fall by # %",
+        lambda: [100 * (1 - compressed("mhla", 4, "parameters") / compressed("mhla", 8, "parameters"))],
+        COMPRESS,
+    ),
+    Claim(
+        "experiments/recall/README.md",
+        r"Two places: rank 1 recalls # ± # %",
+        lambda: recalled(2, 1),
+        RECALL,
+    ),
+    Claim(
+        "experiments/recall/README.md",
+        r"Four places: #, # and # % for ranks",
+        lambda: [recalled(4, rank)[0] for rank in (1, 2, 4)],
+        RECALL,
+    ),
+    Claim(
+        "experiments/counting/README.md",
+        r"\(P = 4: # %\) match sixteen plain ones \(# %\)",
+        lambda: [counted("softmax", 5, 4, 4), counted("softmax", 5, 1, 16)],
+        COUNTING,
+    ),
+    Claim(
+        "experiments/counting/README.md",
+        r"takes # MFLOP per image for plain softmax at any H, and # \(P = 2\) or # \(P = 4\) for four",
+        lambda: [counting_flops(1, 4), counting_flops(2, 4), counting_flops(4, 4)],
+        COUNTING,
+    ),
+    Claim(
+        "experiments/emoji/README.md",
+        r"validation FID of #, #, # and #",
+        lambda: [large("fid", split="validation", guidance=x) for x in ("1", "1.5", "2", "3")],
+        LARGE,
+    ),
+    Claim(
+        "experiments/emoji/README.md",
+        r"People are memorised: # % of the samples \(#\)",
+        lambda: [large("copied_percent"), 23.44 * large("copied_percent")],
+        LARGE,
+    ),
+    Claim(
+        "experiments/moving_digits/README.md",
+        r"falls by # % with MHLA and grows by # % with softmax",
+        lambda: [-growth_of_time("mhla"), growth_of_time("softmax")],
+        CLIPS,
+    ),
+    Claim(
+        "experiments/moving_digits/README.md",
+        r"Head-in-Head takes #x the time of a step",
+        lambda: [clips("hih", "ms", 16, "step") / clips("softmax", "ms", 16, "step")],
+        CLIPS,
+    ),
+    Claim(
+        "experiments/moving_digits/README.md",
+        r"MHLA's FVD is # and # below its teacher's, the hybrid's # below and # above",
+        lambda: [distilled("mhla", 0), distilled("mhla", 1), distilled("hybrid", 0), -distilled("hybrid", 1)],
+        DISTILLED,
+    ),
+    Claim(
+        "experiments/emoji_classifiers/README.md",
+        r"by # points without CPE and # with it on 9 groups, by # and # on 37 subgroups",
+        lambda: [lead(path, cpe) for path in ("groups", "subgroups") for cpe in (False, True)],
+        JUDGES,
+    ),
+    Claim(
+        "experiments/emoji_classifiers/README.md",
+        r"by # \(validation\), # \(top-1\) and # points \(balanced\), and softmax by # \(balanced\)",
+        lambda: (
+            [
+                gain("subgroups", "mhla", "linear", x)
+                for x in ("val_percent", "test_top1_percent", "test_balanced_percent")
+            ]
+            + [gain("subgroups", "mhla", "softmax")]
+        ),
+        JUDGES,
+    ),
+    Claim(
+        "experiments/emoji_classifiers/README.md",
+        r"and # and # points of balanced accuracy behind softmax",
+        lambda: [-gain("subgroups", "mhla+CPE", "softmax+CPE"), -gain("subgroups", "mhla+CPE", "linear+CPE")],
+        JUDGES,
+    ),
+    Claim(
+        "experiments/emoji_classifiers/README.md",
+        r"CPE adds # points of validation and # of balanced accuracy, the gate # and # \(noise\), both # and #",
+        lambda: [
+            gain("modules", x, "plain", y)
+            for x in ("CPE", "gate", "CPE+gate")
+            for y in ("val_percent", "test_balanced_percent")
+        ],
+        JUDGES,
+    ),
+    Claim(
+        "experiments/emoji_classifiers/README.md",
+        r"uniform start loses # points of validation, a kept uniform mixing #",
+        lambda: [-gain("modules", x, "plain", "val_percent") for x in ("plain-uniform", "plain-uniform-kept")],
+        JUDGES,
+    ),
+    Claim(
+        "experiments/emoji_classifiers/README.md",
+        r"differ by rounding alone: #, # and # % of validation",
+        lambda: [
+            chosen("modules", "plain-uniform-kept", "val_percent"),
+            chosen("block_count", "M=1", "val_percent"),
+            chosen("length", "linear-256", "val_percent"),
+        ],
+        JUDGES,
+    ),
+    Claim(
+        "experiments/emoji_classifiers/README.md",
+        r"validation rises by # points and balanced accuracy by #",
+        lambda: [gain("block_count", "M=16", "M=1", x) for x in ("val_percent", "test_balanced_percent")],
+        JUDGES,
+    ),
+    Claim(
+        "experiments/emoji_classifiers/README.md",
+        r"linear attention lose #, # and # points of balanced accuracy",
+        lambda: [-gain("length", f"{x}-1024", f"{x}-256") for x in ("softmax", "mhla", "linear")],
+        JUDGES,
+    ),
+    Claim(
+        "benchmarks/README.md",
+        r"The weak spot is 512 tokens: #x of cuDNN forward, #x with backward",
+        lambda: [
+            cell(MHLA, x, shape="sweep_512", column="cudnn_packed") / cell(MHLA, x, shape="sweep_512", column="auto")
+            for x in ("forward_ms", "forward_backward_ms")
+        ],
+        MHLA,
+    ),
+    Claim(
+        "experiments/stable_rates/README.md",
+        r"bears #x the rate of plain softmax \(# against #\) and #x of plain MHLA \(# against #\)",
+        lambda: [
+            number
+            for core in ("softmax", "mhla")
+            for number in (stable_ratio(core), stable_rate(core, "mea"), stable_rate(core, "plain"))
+        ],
+        RATES,
+    ),
+    *(
+        Claim(
+            "experiments/head_mixes/README.md",
+            rf"{heading}.*?\| {core} \| # ± #{3 * r' . # ± # .# ± #.'} \|",
+            partial(mixes, task, core),
+            MIXES,
+        )
+        for task, heading in (("digits", "Digits without CPE"), ("canvas", "Canvases with CPE"))
+        for core in ("softmax", "linear", "mhla", "hih")
+    ),
+    Claim(
+        "docs/scale.md",
+        r"launch overhead: # ms a block \(DiT-XL/2, 64 latents, H200\) where one GPU needs #\.",
+        lambda: [1000 / 28 * two_gpus(SCALE_H200, what, 64, "step_s") for what in ("fsdp2", "one")],
+        SCALE_H200,
+    ),
+    Claim(
+        "experiments/swap/README.md",
+        r"at both sizes, in # to # minutes",
+        lambda: sorted(x for row in ("mhla", "hybrid") for x in column(SWAP, "minutes", row=row, stage="features"))[
+            ::3
+        ],
+        SWAP,
+    ),
+    Claim(
+        "experiments/swap/README.md",
+        r"MHLA loses # points by k-NN of patches",
+        lambda: [
+            cell(SWAP_EMOJI, "knn_patch_mean", row="teacher")
+            - cell(SWAP_EMOJI, "knn_patch_mean", row="mhla", stage="attention")
+        ],
+        SWAP_EMOJI,
+    ),
+    Claim(
+        "experiments/emoji/README.md",
+        r"as the test split, here # to # %",
+        lambda: sorted(mean(EMOJI, "nearer_percent", row=row, split="test") for row in ("softmax", "mhla", "linear"))[
+            ::2
+        ],
+        EMOJI,
+    ),
+    Claim(
+        "experiments/stable_rates/README.md",
+        r"converged softmax \(# % after 80 epochs\)",
+        lambda: mixed("digits", "softmax")[:1],
+        MIXES,
+    ),
+    Claim(
+        "experiments/head_mixes/README.md",
+        r"MEA costs # % of operations and # % of parameters",
+        lambda: [100 * (mixed_size("mea", name) / mixed_size("plain", name) - 1) for name in ("flops", "parameters")],
+        MIXES,
+    ),
+    Claim(
+        "docs/datasets.md",
+        r"# % of the test split are people",
+        lambda: [mean(f"{JUDGES}/groups.csv", "floor_percent")],
+        f"{JUDGES}/groups.csv",
+    ),
+    Claim(
+        "docs/video.md",
+        r"they lose # to # points",
+        lambda: sorted(map(faded, ("hybrid", "mhla", "linear")))[::2],
+        CLIPS,
+    ),
+    Claim(
+        "experiments/counting/README.md",
+        r"Parameters differ by at most # %",
+        lambda: [100 * (max(parameters) / min(parameters) - 1) for parameters in (counting_parameters(),)],
+        COUNTING,
+    ),
+    Claim(
+        "experiments/emoji_classifiers/README.md",
+        r"MHLA from # to #, softmax from # to #, linear attention from # to #",
+        lambda: [rank for core in ("mhla", "softmax", "linear") for rank in ranks(core)],
+        f"{JUDGES}/rank_curves.csv",
+    ),
+    Claim(
+        "benchmarks/README.md",
+        r"a step of `dit_mhla_s_2` takes # ms, with EMA #, the bare step #\.",
+        lambda: [
+            cell(TRAINING, "step_ms", compile="reduce-overhead", what=what)
+            for what in ("no averaging", "averaging", "bare step")
+        ],
+        TRAINING,
+    ),
+    *(
+        Claim(
+            "benchmarks/README.md",
+            rf"\| `{model}` \| [^|]* \| # \(#x\) \| # \(#x\) \|",
+            partial(training, model),
+            TRAINING,
+        )
+        for model in ("deit_mhla_small", "dit_mhla_s_2")
+    ),
+)
+
+
+def all_figures() -> list[Figure]:
+    """Return all figures that are recomputed, in the order of the claims."""
+    return [figure for claim in CLAIMS for figure in figures(claim)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0, help="draw others (default: 0)")
+    drawn = random.Random(parser.parse_args().seed).sample(all_figures(), DRAWN)
+    for figure in drawn:
+        verdict = "" if figure.is_right else "  WRONG"
+        print(f"{figure.printed:>8} {figure.number:>14.6g}  {figure.document}  {figure.source}{verdict}")
+    raise SystemExit(not all(figure.is_right for figure in drawn))
+
+
+if __name__ == "__main__":
+    main()
