@@ -74,7 +74,7 @@ SMALLER = (  # a pattern of a page, and what replaces it
     ("wan", "num_frames=1005", "height=96, width=160, num_frames=53, num_inference_steps=1"),
     ("wan", "--frames 81 --sizes 480x832 832x480", "--frames 5 --sizes 160x176 176x160"),
     ("wan", "RECIPE", "moving_digits"),
-    ("wan", "--model.distill_steps 600 --trainer.max_steps 4000", "--model.distill_steps 1 --trainer.max_steps 2"),
+    ("wan", "--model.distill_steps 600", "--model.distill_steps 1 --trainer.max_steps 2"),
     ("video", "--clips-per-video 4", "--clips-per-video 1"),
     ("video", "--frames 64", "--frames 12"),
     ("sampling_videos", "--frames 64", "--frames 12"),
@@ -126,11 +126,12 @@ ADDED = (  # options, to commands that hold a pattern
     ("evaluate is", "--splits 2"),
     ("train-(cls|gen) fit.* -c ", "--model.schedule.warmup_epochs 0"),
     ("classifier fit", f"--model.attention.steps 1 --model.features.steps 1 --trainer.val_check_interval 1 {SHORT}"),
-    ("distill fit", f"--trainer.limit_train_batches 2 {NETWORK} {SHORT}"),
+    ("distill fit", f"--trainer.limit_train_batches 2 {SHORT}"),
+    ("distill fit(?!.*--model.transformer)", NETWORK),
     ("sample (images|videos)", "--steps 2 --batch-size 4"),
     ("evaluate (fid|kid|is|prc|neighbours|stats)(?!.*--features)", "--features digits"),
     ("evaluate fvd", "--count 8"),
-    ("analyze (rank|maps|entropy)", "--images 2"),
+    ("analyze (rank|maps|entropy|sensitivity --teacher PIPELINE)", "--images 2"),
     ("analyze sweep block_count", f"--options --trainer.limit_train_batches 1 {SHORT}"),
 )
 SHORT_VIDEO = (

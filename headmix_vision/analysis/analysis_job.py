@@ -147,7 +147,7 @@ def _read(
     )
     if len(source) < request.count:
         raise InputError(
-            f"{request.dataset}, split {request.split}, has {len(source)} images, asked for {request.count}"
+            f"{request.dataset}, split {request.split}, has {len(source)} images, --images is {request.count}"
         )
     indices = [number * len(source) // request.count for number in range(request.count)]
     transform = as_it_is if isinstance(source, PreparedSource) else transform

@@ -65,7 +65,7 @@ def read_batches(network: PromptedTransformer, request: SensitivityRequest) -> l
         network, request.teacher, {str(one.path): one.manifest for one in getattr(source, "caches", [source])}
     )
     if len(source) < request.images:
-        raise InputError(f"latents, split {request.split}, has {len(source)} samples, asked for {request.images}")
+        raise InputError(f"latents, split {request.split}, has {len(source)} samples, --images is {request.images}")
     objective = create_objective(ObjectiveConfig(shift=read_shift(request.teacher)))
     samples = [source.read(number * len(source) // request.images) for number in range(request.images)]
     batches: list[Batch] = []

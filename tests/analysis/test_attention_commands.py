@@ -151,7 +151,7 @@ def test_maps_of_clips_lay_frames_side_by_side():
         ("rank", ("--data", "nothing"), "dataset 'nothing' is unknown"),
         ("rank", ("--data", "wds/"), "dataset 'wds/' is a stream, whose images cannot be chosen"),
         ("rank", ("--split", "test"), "split 'test' does not exist"),
-        ("rank", ("--images", 361), "digits, split validation, has 360 images, asked for 361"),
+        ("rank", ("--images", 361), "digits, split validation, has 360 images, --images is 361"),
         ("rank", ("--images", 0), "images must be a whole number of at least 1, got 0"),
         ("rank", ("--noise-level", 2), "noise_level must be a finite number from 0 to 1, got 2.0"),
         ("rank", ("--noise-level", 0.3), "--noise-level 0.3 applies to generators, these are classifiers"),
