@@ -1,4 +1,4 @@
-"""What a cache is made of: the images or clips of a folder, a table or a data set, opened and cropped to be encoded.
+"""Open the images or clips that a cache is made of: those of a folder, a table or a data set. Crop them for encoding.
 
 C channels, T frames.
 """

@@ -59,17 +59,17 @@ class Gaussian:
         if not torch.allclose(self.covariance, self.covariance.T, rtol=0, atol=_ASYMMETRY * largest):
             raise InputError("the covariance is not symmetric")
 
-    @classmethod
-    def of_features(cls, features: Tensor) -> "Gaussian":
-        """Return mean and covariance of features [N, D], N at least 2.
+    @staticmethod
+    def of_features(features: Tensor) -> "Gaussian":
+        """Return the Gaussian of features [N, D], with the checks of `Moments`.
 
-        Of no more samples than features the centred features are the factor, without the eigenvalues of [D, D].
+        If N is at most D, the centred features are its factor, and no eigenvalues of [D, D] are computed.
         """
-        mean = features.double().mean(0)
-        factor = (features.double() - mean).T / (len(features) - 1) ** 0.5
-        gaussian = cls(mean, factor @ factor.T, len(features))
-        if len(features) <= len(mean):
-            vars(gaussian)["factor"] = factor
+        moments = Moments()
+        moments.update(features)
+        gaussian = moments.gaussian()
+        if len(features) <= len(gaussian.mean):
+            vars(gaussian)["factor"] = (features.double().cpu() - gaussian.mean).T / (len(features) - 1) ** 0.5
         return gaussian
 
     @cached_property
