@@ -194,8 +194,8 @@ def wan_to_mhla(
     """Copy a Wan transformer of diffusers, with MHLA in the place of its softmax self-attention.
 
     All weights are copied; mixing matrices, norms and gates are new, so the model has to be trained on
-    (:mod:`headmix_vision.training.distillation`). A pipeline takes
-    the copy as its ``transformer``. Two thirds of the layers, as the paper's hybrid:
+    (:mod:`headmix_vision.training.distillation`). A pipeline takes the copy as its ``transformer``. Two thirds of the
+    layers, as the paper's hybrid:
 
     >>> from diffusers import WanTransformer3DModel
     >>> wan = WanTransformer3DModel(num_layers=3, num_attention_heads=2, attention_head_dim=12, ffn_dim=32)
