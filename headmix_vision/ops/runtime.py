@@ -438,11 +438,13 @@ class Launch:
     Args:
         kernel: a function of ``triton.jit``.
         grid: how many programs.
-        numbers: arguments after the tensors.
+        numbers: arguments after the tensors; None is a constant of the kernel.
         constants: the rest by name, and options of the compiler.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: Sequence[float], constants: Mapping[str, Any]):
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], numbers: Sequence[float | None], constants: Mapping[str, Any]
+    ):
         self.kernel, self.numbers, self.constants = kernel, tuple(numbers), dict(constants)
         self.grid = (*grid, 1, 1)[:3]
         self._compiled: dict[tuple[bool | None, ...], Any] = {}

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from headmix_vision.ops import TokenScan
+from headmix_vision.ops.head_in_head import triton_kernels
 
 from .helpers import assert_head_in_head_within_budget, head_in_head, make_head_in_head_inputs, values_and_gradients
 from .helpers import run as run_with_gradients
@@ -154,6 +155,29 @@ def test_offsets_beyond_two_to_the_31():
         *zip((x[:, :, -1:] for x in gradient.unbind(2)), references, strict=True),
     ):
         assert ((ours.double() - reference).norm() / reference.norm()).item() < 0.01
+
+
+@pytest.mark.parametrize("r", [1, 4])
+def test_long_sequences_in_segments(monkeypatch, r):
+    """16,384 tokens against float64 and against the scan without segments, and less memory than that."""
+    inputs, weights = make(16384, r, batch=1, heads=2)
+    assert triton_kernels.count_segments(inputs[0], inputs[2], inputs[5]) > 1
+
+    def peak_bytes():
+        torch.cuda.reset_peak_memory_stats()
+        results = run(inputs, weights)
+        return results, torch.cuda.max_memory_allocated()
+
+    ours, in_segments = peak_bytes()
+    again, _ = peak_bytes()
+    assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+    monkeypatch.setattr(triton_kernels, "LEAST_SEGMENTS", 2**31)
+    others, as_one = peak_bytes()
+    assert in_segments < as_one
+    expected = run([x.double() for x in inputs], weights, "torch")
+    for a, b, reference in zip(ours, others, expected, strict=True):
+        error, budget = ((x - reference).norm() / reference.norm() for x in (a, b))
+        assert error < max(1.5 * budget, 2e-3)
 
 
 def test_compiled_by_inductor_with_any_batch():

@@ -365,3 +365,66 @@ def test_auto_takes_torch_off_cuda(monkeypatch):
     inputs = [x.cpu() for x in make()]
     monkeypatch.setattr(triton_op.launch, "forward_pass", None)
     assert torch.equal(head_in_head(*inputs)[0], head_in_head(*inputs, impl="torch")[0])
+
+
+@pytest.fixture
+def in_segments(monkeypatch):
+    """Scan all sequences in segments of two chunks, in the backward pass a few segments at a time."""
+    gpu, calls = runtime.find_gpu(torch.device(DEVICE)), []
+    segments = triton_kernels._segments
+    monkeypatch.setattr(triton_kernels, "_segments", lambda *x: calls.append(len(segments(*x))) or segments(*x))
+    monkeypatch.setattr(triton_kernels, "SEGMENT", 2)
+    monkeypatch.setattr(triton_kernels, "LEAST_SEGMENTS", 1)
+    monkeypatch.setattr(triton_kernels, "BLOCK_SHARE", 0)
+    monkeypatch.setattr(triton_kernels, "gpu_behind", lambda device: gpu._replace(processors=4))
+    yield
+    assert max(calls) > 1
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize(("r", "tokens"), [(1, 600), (2, 300), (4, 150), (8, 75)])
+def test_segments(in_segments, r, tokens, per_token):
+    """Several segments, the last one incomplete, and blocks of which the last has an empty segment."""
+    assert_agrees(make(tokens, r, per_token=per_token, heads=1 + per_token, value_dim=24))
+
+
+@pytest.mark.parametrize(("dim", "value_dim", "r"), [(24, 40, 2), (16, 128, 4), (64, 72, 1), (64, 64, 4)])
+def test_head_dims_of_segments(in_segments, dim, value_dim, r):
+    assert_agrees(make(600 // r, r, dim=dim, value_dim=value_dim, heads=1))
+
+
+@pytest.mark.parametrize("used", [0, 1], ids=["out", "state"])
+def test_a_scan_in_segments_and_a_loss_of_only_one_result(in_segments, used):
+    inputs = make(150, r=4, batch=2, heads=1)
+    weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(3)) for x in (inputs[2], inputs[6])]
+    weights[1 - used] = None
+    assert_agrees(inputs, weights, scan=TokenScan.from_grid((15, 10), "column_major"))
+
+
+def test_segments_keep_what_a_scan_promises(in_segments):
+    """No initial state, a decay that forgets everything, memory that begins as NaN, equal bits and no state saved."""
+    *inputs, state = make(150, r=4, dim=24, value_dim=8)
+    inputs[4][:, 70] = -float("inf")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        first, second = (run([*inputs, state]) for _ in "ab")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(first, second, strict=True))
+    expected = values_and_gradients(head_in_head, [x.double() for x in (*inputs, state)], "reference")
+    for name, x, reference in zip(RESULTS, first, expected, strict=True):
+        assert relative_error(x.double(), reference) < 2e-6, name
+    out, _ = head_in_head(*inputs, impl="triton")
+    zeros, _ = head_in_head(*inputs, torch.zeros_like(state), impl="triton")
+    assert torch.equal(out, zeros)
+
+
+def test_long_sequences_of_few_heads_take_segments(monkeypatch):
+    def count(tokens, heads, r=4):
+        q, mask = torch.empty(1, tokens, heads, 64, device="meta"), torch.empty(heads, r, r, device="meta")
+        return triton_kernels.count_segments(q, q, mask)
+
+    monkeypatch.setattr(triton_kernels, "gpu_behind", lambda device: runtime.Gpu("H200", (9, 0), 227 << 10, 132))
+    assert [count(16384, heads) for heads in (1, 32, 66, 67)] == [128, 132, 132, 0]
+    assert [count(tokens, 32) for tokens in (196, 1024, 2048)] == [0, 0, 16]
+    assert count(16384, 32, r=1) == 32

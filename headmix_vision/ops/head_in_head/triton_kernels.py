@@ -31,6 +31,8 @@ from headmix_vision.ops.head_in_head.triton_tiles import (
     masked_factor,
     masked_keys,
     own_columns,
+    place_of,
+    segment_of,
     store_matrix,
     store_tokens,
     sum_rows,
@@ -43,14 +45,23 @@ from headmix_vision.ops.head_in_head.triton_tiles import (
     vector_to_rows,
     write_keys,
 )
-from headmix_vision.ops.runtime import Launch, Layout, alignment, layout, numerics, planned, storage_dtype
+from headmix_vision.ops.runtime import (
+    Launch,
+    Layout,
+    alignment,
+    gpu_behind,
+    layout,
+    numerics,
+    planned,
+    storage_dtype,
+)
 
 
 @triton.jit
 def prepare_kernel(
-    q, k, beta, log_decay, mask, order, decays, scores, inverse, spread,
+    q, k, beta, log_decay, mask, order, decays, scores, inverse, spread, reads,
     q_b, q_n, q_h, k_b, k_n, k_h, beta_b, beta_n, beta_h, decay_b, decay_n, decay_h, mask_b, mask_n, mask_h,
-    N, H, C, scale,
+    N, H, C, scale, START,
     T: tl.constexpr, SUB_HEADS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, ORDERED: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
@@ -58,13 +69,14 @@ def prepare_kernel(
 
     It stores log decays since the start of the chunk and how many decays forgot everything, [B, H, C, 2, T]; decayed
     scores of queries and write keys, [B, H, C, T, R]; the inverse of the system of its pairs, [B, H, C, R, R]; and that
-    inverse times beta, summed over sub-heads, which share a token's value: [B, H, C, R, T].
+    inverse times beta, summed over sub-heads, which share a token's value: [B, H, C, R, T]. For segments it stores the
+    inverse times the masked keys, the factor of the state in the corrections, too: [B, H, C, R, Dk].
     """
     program = tl.program_id(0).to(tl.int64)
     chunk, head = program % C, program // C
     b, h = head // H, head % H
     ROWS: tl.constexpr = T * SUB_HEADS
-    tokens, exists = token_index(order, chunk, N, T, ORDERED)
+    tokens, exists = token_index(order, place_of(chunk, START), N, T, ORDERED)
     key = load_tokens(k + (b * k_b + h * k_h) * ALIGN, tokens, exists, k_n, 0, D, KEYS, ALIGN).to(COMPUTE)
     query = load_tokens(q + (b * q_b + h * q_h) * ALIGN, tokens, exists, q_n, 0, D, KEYS, ALIGN).to(COMPUTE)
     strength = tl.load(beta + b * beta_b + tokens * beta_n + h * beta_h, mask=exists, other=0.0).to(tl.float32)
@@ -88,95 +100,145 @@ def prepare_kernel(
     a *= decay_between(row_sums, row_resets, row_sums, row_resets, before)
     a *= factor[:, None]
     solve = unit_lower_inverse(a, SUB_HEADS, PRECISION)
-    store_matrix(inverse + program * ROWS * ROWS, 0, solve, ROWS, ROWS, ROWS, ROWS)
+    if inverse is not None:
+        store_matrix(inverse + program * ROWS * ROWS, 0, solve, ROWS, ROWS, ROWS, ROWS)
+    of_value = solve
     if SUB_HEADS > 1:
-        solve = tl.sum(tl.reshape(solve, (ROWS, T, SUB_HEADS)), axis=2)
-    store_matrix(spread + program * ROWS * T, 0, solve * strength[None, :], ROWS, T, ROWS, T)
+        of_value = tl.sum(tl.reshape(solve, (ROWS, T, SUB_HEADS)), axis=2)
+    store_matrix(spread + program * ROWS * T, 0, of_value * strength[None, :], ROWS, T, ROWS, T)
+    if reads is not None:
+        factor = vector_to_rows(strength * decay_if(sums, resets == 0), SUB_HEADS)
+        factor = masked_factor(factor, entries, SUB_HEADS)
+        read = (solve * -factor[None, :]).to(COMPUTE)
+        read = tl.dot(read, masked_keys(key, entries, SUB_HEADS), input_precision=PRECISION)
+        store_matrix(reads + program * ROWS * D, 0, read, ROWS, D, ROWS, KEYS)
 
 
 @triton.jit
 def scan_kernel(
-    q, k, v, beta, mask, initial, order, decays, scores, inverse, spread, out, final, states, corrections,
-    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, beta_b, beta_n, beta_h, mask_b, mask_n, mask_h, N, H, C, scale,
+    q, k, v, beta, mask, initial, order, decays, scores, inverse, spread, reads, out, final, states, corrections,
+    transitions,
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, beta_b, beta_n, beta_h, mask_b, mask_n, mask_h,
+    N, H, C, scale, START, SEGMENTS,
     T: tl.constexpr, SUB_HEADS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, DV: tl.constexpr,
     VALUES: tl.constexpr, ORDERED: tl.constexpr, TOKEN_MASK: tl.constexpr, INITIAL: tl.constexpr, SAVE: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    LENGTH: tl.constexpr, SUMMARY: tl.constexpr,
 ):  # fmt: skip
     """Compute the outputs and the final state of one head and some value columns, chunk after chunk.
 
-    With SAVE it stores the state before each chunk, [B, H, C, Dv, Dk], and the corrections u, [B, H, C, Dv, R].
+    With SAVE it stores the state before each chunk, [B, H, C, Dv, Dk], and the corrections u, [B, H, C, Dv, R]. With
+    LENGTH it does so for one segment of that many chunks, from the initial state of the segment, [B, H, S, Dv, Dk].
+    With SUMMARY it computes what a segment does to a state instead: it begins with zeros, and with the identity in Dk
+    more columns. It stores what the segment adds, [B, H, C / LENGTH, Dv, Dk], and its transition, [B, H, S, Dk, Dk].
     """
-    PARTS: tl.constexpr = (DV + VALUES - 1) // VALUES
+    WIDTH: tl.constexpr = DV + D if SUMMARY else DV
+    PARTS: tl.constexpr = (WIDTH + VALUES - 1) // VALUES
     program = tl.program_id(0).to(tl.int64)
     head, first = program // PARTS, program % PARTS * VALUES
+    begin, end = 0, C
+    if LENGTH:
+        here, segment, head, begin, end = segment_of(head, C, START, SEGMENTS, LENGTH)
     b, h = head // H, head % H
     ROWS: tl.constexpr = T * SUB_HEADS
     q += (b * q_b + h * q_h) * ALIGN
     k += (b * k_b + h * k_h) * ALIGN
     v += (b * v_b + h * v_h) * ALIGN
     mask += b * mask_b + h * mask_h
-    out += b * N * H * DV + h * DV
+    if out is not None:
+        out += b * N * H * DV + h * DV
     place = tl.arange(0, T)
     values, keys = first + tl.arange(0, VALUES), tl.arange(0, KEYS)
-    of_state, in_state = keys[None, :] * DV + values[:, None], (keys < D)[None, :] & (values < DV)[:, None]
-    if INITIAL:
-        state = tl.load(initial + head * D * DV + of_state, mask=in_state, other=0.0).to(tl.float32)
+    of_final, in_state = keys[None, :] * DV + values[:, None], (keys < D)[None, :] & (values < DV)[:, None]
+    if SUMMARY:
+        state = tl.where(values[:, None] == DV + keys[None, :], 1.0, 0.0)
+    elif LENGTH:
+        state = load_matrix(initial + segment * DV * D, first, DV, D, VALUES, KEYS).to(tl.float32)
+    elif INITIAL:
+        state = tl.load(initial + head * D * DV + of_final, mask=in_state, other=0.0).to(tl.float32)
     else:
         state = tl.zeros((VALUES, KEYS), tl.float32)
-    if not TOKEN_MASK:
+    if not TOKEN_MASK and not LENGTH:
         entries = load_mask(mask, place, 0, KEYS, D, SUB_HEADS)
-    for chunk in range(C):
+    for chunk in range(begin, end):
         at = head * C + chunk
-        tokens, exists = token_index(order, chunk, N, T, ORDERED)
+        tokens, exists = token_index(order, place_of(chunk, START), N, T, ORDERED)
         key = load_tokens(k, tokens, exists, k_n, 0, D, KEYS, ALIGN).to(COMPUTE)
-        query = load_tokens(q, tokens, exists, q_n, 0, D, KEYS, ALIGN).to(COMPUTE)
-        value = load_tokens(v, tokens, exists, v_n, first, DV, VALUES, ALIGN).to(COMPUTE)
-        solve = load_matrix(inverse + at * ROWS * ROWS, 0, ROWS, ROWS, ROWS, ROWS)
+        if out is not None:
+            query = load_tokens(q, tokens, exists, q_n, 0, D, KEYS, ALIGN).to(COMPUTE)
+        has_value = exists & (first < DV) if SUMMARY else exists
+        value = load_tokens(v, tokens, has_value, v_n, first, DV, VALUES, ALIGN).to(COMPUTE)
+        if LENGTH:
+            of_state = load_matrix(reads + at * ROWS * D, 0, ROWS, D, ROWS, KEYS)
+        else:
+            solve = load_matrix(inverse + at * ROWS * ROWS, 0, ROWS, ROWS, ROWS, ROWS)
         of_value = load_matrix(spread + at * ROWS * T, 0, ROWS, T, ROWS, T)
-        score = load_matrix(scores + at * T * ROWS, 0, T, ROWS, T, ROWS)
+        if out is not None:
+            score = load_matrix(scores + at * T * ROWS, 0, T, ROWS, T, ROWS)
         sums, resets, total, all_resets = load_decays(decays, at, T)
-        strength = tl.load(beta + b * beta_b + tokens * beta_n + h * beta_h, mask=exists, other=0.0).to(tl.float32)
+        if not LENGTH:
+            strength = tl.load(beta + b * beta_b + tokens * beta_n + h * beta_h, mask=exists, other=0.0).to(tl.float32)
         from_start = decay_if(sums, resets == 0)
         to_end = vector_to_rows(decay_if(total - sums, resets == all_resets), SUB_HEADS)
-        if TOKEN_MASK:
+        if TOKEN_MASK and not LENGTH:
             entries = load_mask(mask, tokens, mask_n, KEYS, D, SUB_HEADS)
-        factor = masked_factor(vector_to_rows(strength * from_start, SUB_HEADS), entries, SUB_HEADS)
+        if not LENGTH:
+            factor = masked_factor(vector_to_rows(strength * from_start, SUB_HEADS), entries, SUB_HEADS)
         before = state.to(COMPUTE)
         if SAVE:
             store_matrix(states + at * DV * D, first, before, DV, D, VALUES, KEYS)
 
-        read = tl.dot(before, tl.trans(masked_keys(key, entries, SUB_HEADS)), input_precision=PRECISION)
-        error = (read * -factor[None, :]).to(COMPUTE)
-        correction = dot_over_tokens(tl.trans(value), tl.trans(of_value), PRECISION)
-        correction += tl.dot(error, tl.trans(solve), input_precision=PRECISION)
+        if LENGTH:
+            correction = dot_over_tokens(tl.trans(value), tl.trans(of_value), PRECISION)
+            correction += tl.dot(before, tl.trans(of_state), input_precision=PRECISION)
+        else:
+            read = tl.dot(before, tl.trans(masked_keys(key, entries, SUB_HEADS)), input_precision=PRECISION)
+            error = (read * -factor[None, :]).to(COMPUTE)
+            correction = dot_over_tokens(tl.trans(value), tl.trans(of_value), PRECISION)
+            correction += tl.dot(error, tl.trans(solve), input_precision=PRECISION)
         if SAVE:
             store_matrix(corrections + at * DV * ROWS, first, correction, DV, ROWS, VALUES, ROWS)
-        result = tl.dot(before, tl.trans(query), input_precision=PRECISION) * (scale * from_start)[None, :]
-        result += tl.dot(correction.to(COMPUTE), tl.trans(score), input_precision=PRECISION)
-        store_tokens(out, tokens, exists, H * DV, first, tl.trans(result), DV, VALUES)
+        if out is not None:
+            result = tl.dot(before, tl.trans(query), input_precision=PRECISION) * (scale * from_start)[None, :]
+            result += tl.dot(correction.to(COMPUTE), tl.trans(score), input_precision=PRECISION)
+            store_tokens(out, tokens, exists, H * DV, first, tl.trans(result), DV, VALUES)
 
         correction = (correction * to_end[None, :]).to(COMPUTE)
         state *= decay_if(total, all_resets == 0)
         state += tl.dot(correction, write_keys(key, D, SUB_HEADS), input_precision=PRECISION)
-    tl.store(final + head * D * DV + of_state, state, mask=in_state)
+    if SUMMARY:
+        rows = values[:, None] * D + keys[None, :]
+        has_key = (keys < D)[None, :]
+        tl.store(final + here * DV * D + rows, state, mask=has_key & (values < DV)[:, None])
+        is_transition = has_key & ((values >= DV) & (values < WIDTH))[:, None]
+        moved = transitions + segment * D * D + rows - DV * D
+        tl.store(moved, state.to(transitions.dtype.element_ty), mask=is_transition)
+    elif not LENGTH:
+        tl.store(final + head * D * DV + of_final, state, mask=in_state)
 
 
 @triton.jit
 def scan_backward_kernel(
-    q, k, beta, mask, d_out, d_final, order, decays, scores, inverse, d_states, d_errors, d_initial,
-    q_b, q_n, q_h, k_b, k_n, k_h, beta_b, beta_n, beta_h, mask_b, mask_n, mask_h, g_b, g_n, g_h, N, H, C, scale,
+    q, k, beta, mask, d_out, d_final, order, decays, scores, inverse, reads, d_states, d_errors, d_initial,
+    q_b, q_n, q_h, k_b, k_n, k_h, beta_b, beta_n, beta_h, mask_b, mask_n, mask_h, g_b, g_n, g_h,
+    N, H, C, scale, START,
     T: tl.constexpr, SUB_HEADS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, DV: tl.constexpr,
     VALUES: tl.constexpr, ORDERED: tl.constexpr, TOKEN_MASK: tl.constexpr, FINAL: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of one head and some value columns, from the last chunk to the first.
 
     They are those of the state after each chunk, [B, H, C, Dv, Dk], of the errors which the system is solved for,
-    [B, H, C, Dv, R], and of the initial state.
+    [B, H, C, Dv, R], and of the initial state. With LENGTH it does so for one segment of that many chunks, whose final
+    state has the gradient `d_final`, [B, H, C / LENGTH, Dv, Dk]. Without `d_states` it stores only what the segment adds
+    to the gradient of its initial state, in the same shape.
     """
     PARTS: tl.constexpr = (DV + VALUES - 1) // VALUES
     program = tl.program_id(0).to(tl.int64)
     head, first = program // PARTS, program % PARTS * VALUES
+    begin, end = 0, C
+    if LENGTH:
+        here, _, head, begin, end = segment_of(head, C, START, 0, LENGTH)
     b, h = head // H, head % H
     ROWS: tl.constexpr = T * SUB_HEADS
     q += (b * q_b + h * q_h) * ALIGN
@@ -186,42 +248,95 @@ def scan_backward_kernel(
     place = tl.arange(0, T)
     values, keys = first + tl.arange(0, VALUES), tl.arange(0, KEYS)
     of_state, in_state = keys[None, :] * DV + values[:, None], (keys < D)[None, :] & (values < DV)[:, None]
-    if FINAL:
+    if LENGTH and FINAL:
+        d_state = load_matrix(d_final + here * DV * D, first, DV, D, VALUES, KEYS)
+    elif FINAL:
         d_state = tl.load(d_final + head * D * DV + of_state, mask=in_state, other=0.0).to(tl.float32)
     else:
         d_state = tl.zeros((VALUES, KEYS), tl.float32)
-    if not TOKEN_MASK:
+    if not TOKEN_MASK and not LENGTH:
         entries = load_mask(mask, place, 0, KEYS, D, SUB_HEADS)
-    for back in range(C):
-        chunk = C - 1 - back
+    for back in range(end - begin):
+        chunk = end - 1 - back
         at = head * C + chunk
-        tokens, exists = token_index(order, chunk, N, T, ORDERED)
+        tokens, exists = token_index(order, place_of(chunk, START), N, T, ORDERED)
         key = load_tokens(k, tokens, exists, k_n, 0, D, KEYS, ALIGN).to(COMPUTE)
         query = load_tokens(q, tokens, exists, q_n, 0, D, KEYS, ALIGN)
         gradient = tl.trans(load_tokens(d_out, tokens, exists, g_n, first, DV, VALUES, ALIGN).to(COMPUTE))
-        solve = load_matrix(inverse + at * ROWS * ROWS, 0, ROWS, ROWS, ROWS, ROWS)
+        if d_states is not None:
+            solve = load_matrix(inverse + at * ROWS * ROWS, 0, ROWS, ROWS, ROWS, ROWS)
         score = load_matrix(scores + at * T * ROWS, 0, T, ROWS, T, ROWS)
         sums, resets, total, all_resets = load_decays(decays, at, T)
-        strength = tl.load(beta + b * beta_b + tokens * beta_n + h * beta_h, mask=exists, other=0.0).to(tl.float32)
+        if LENGTH:
+            read = load_matrix(reads + at * ROWS * D, 0, ROWS, D, ROWS, KEYS)
+        else:
+            strength = tl.load(beta + b * beta_b + tokens * beta_n + h * beta_h, mask=exists, other=0.0).to(tl.float32)
         from_start = decay_if(sums, resets == 0)
         to_end = vector_to_rows(decay_if(total - sums, resets == all_resets), SUB_HEADS)
-        if TOKEN_MASK:
+        if TOKEN_MASK and not LENGTH:
             entries = load_mask(mask, tokens, mask_n, KEYS, D, SUB_HEADS)
-        factor = masked_factor(vector_to_rows(strength * from_start, SUB_HEADS), entries, SUB_HEADS)
+        if not LENGTH:
+            factor = masked_factor(vector_to_rows(strength * from_start, SUB_HEADS), entries, SUB_HEADS)
         after = d_state.to(COMPUTE)
-        store_matrix(d_states + at * DV * D, first, after, DV, D, VALUES, KEYS)
+        if d_states is not None:
+            store_matrix(d_states + at * DV * D, first, after, DV, D, VALUES, KEYS)
 
         d_correction = tl.dot(after, tl.trans(write_keys(key, D, SUB_HEADS)), input_precision=PRECISION)
         d_correction *= to_end[None, :]
         d_correction += dot_over_tokens(gradient, score, PRECISION)
-        d_error = tl.dot(d_correction.to(COMPUTE), solve, input_precision=PRECISION)
-        store_matrix(d_errors + at * DV * ROWS, first, d_error, DV, ROWS, VALUES, ROWS)
+        if d_states is not None:
+            d_error = tl.dot(d_correction.to(COMPUTE), solve, input_precision=PRECISION)
+            store_matrix(d_errors + at * DV * ROWS, first, d_error, DV, ROWS, VALUES, ROWS)
         query = (query * (scale * from_start)[:, None]).to(COMPUTE)
-        d_error = (d_error * -factor[None, :]).to(COMPUTE)
+        if not LENGTH:
+            d_error = (d_error * -factor[None, :]).to(COMPUTE)
         d_state *= decay_if(total, all_resets == 0)
         d_state += dot_over_tokens(gradient, query, PRECISION)
-        d_state += tl.dot(d_error, masked_keys(key, entries, SUB_HEADS), input_precision=PRECISION)
-    tl.store(d_initial + head * D * DV + of_state, d_state, mask=in_state)
+        if LENGTH:
+            d_state += tl.dot(d_correction.to(COMPUTE), read, input_precision=PRECISION)
+        else:
+            d_state += tl.dot(d_error, masked_keys(key, entries, SUB_HEADS), input_precision=PRECISION)
+    if not LENGTH:
+        tl.store(d_initial + head * D * DV + of_state, d_state, mask=in_state)
+    elif d_states is None:
+        store_matrix(d_initial + here * DV * D, first, d_state, DV, D, VALUES, KEYS)
+
+
+@triton.jit
+def join_kernel(
+    initial, transitions, added, states, final,
+    COUNT, START, SEGMENTS,
+    D: tl.constexpr, KEYS: tl.constexpr, DV: tl.constexpr, VALUES: tl.constexpr, LENGTH: tl.constexpr,
+    INITIAL: tl.constexpr, BACKWARD: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the state before each of COUNT segments, of one head and some value columns, and the state after them.
+
+    `added` [B, H, COUNT, Dv, Dk] is what each segment adds, `states` has the same shape, or [B, H, S, Dv, Dk]. With
+    BACKWARD states are gradients, and go from the last segment to the first.
+    """
+    PARTS: tl.constexpr = (DV + VALUES - 1) // VALUES
+    program = tl.program_id(0).to(tl.int64)
+    head, first = program // PARTS, program % PARTS * VALUES
+    values, keys = first + tl.arange(0, VALUES), tl.arange(0, KEYS)
+    of_state, in_state = keys[None, :] * DV + values[:, None], (keys < D)[None, :] & (values < DV)[:, None]
+    if INITIAL:
+        state = tl.load(initial + head * D * DV + of_state, mask=in_state, other=0.0).to(tl.float32)
+    else:
+        state = tl.zeros((VALUES, KEYS), tl.float32)
+    for i in range(COUNT):
+        here = head * COUNT + (COUNT - 1 - i if BACKWARD else i)
+        segment = here + head * (SEGMENTS - COUNT) + START // LENGTH
+        transition = load_matrix(transitions + segment * D * D, 0, D, D, KEYS, KEYS)
+        more = load_matrix(added + here * DV * D, first, DV, D, VALUES, KEYS)
+        at = here if BACKWARD else segment
+        store_matrix(states + at * DV * D, first, state, DV, D, VALUES, KEYS)
+        if BACKWARD:
+            transition = tl.trans(transition)
+        high = state.to(COMPUTE)
+        if COMPUTE == tl.bfloat16:  # two numbers of bf16 hold the state
+            more += tl.dot((state - high.to(tl.float32)).to(COMPUTE), transition, input_precision=PRECISION)
+        state = more + tl.dot(high, transition, input_precision=PRECISION)
+    tl.store(final + head * D * DV + of_state, state, mask=in_state)
 
 
 @triton.jit
@@ -229,7 +344,7 @@ def inputs_backward_kernel(
     q, k, v, beta, log_decay, mask, d_out, order, decays, states, corrections, d_states, d_errors,
     d_q, d_k, d_v, d_beta, d_log_decay, d_mask,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, beta_b, beta_n, beta_h, decay_b, decay_n, decay_h,
-    mask_b, mask_n, mask_h, g_b, g_n, g_h, N, H, C, scale,
+    mask_b, mask_n, mask_h, g_b, g_n, g_h, N, H, C, scale, START,
     T: tl.constexpr, SUB_HEADS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, DV: tl.constexpr,
     VALUES: tl.constexpr, ORDERED: tl.constexpr, TOKEN_MASK: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
@@ -253,7 +368,7 @@ def inputs_backward_kernel(
     d_v += b * N * H * DV + h * DV
     mask += b * mask_b + h * mask_h
     place, time = tl.arange(0, T), tl.arange(0, ROWS) // SUB_HEADS
-    tokens, exists = token_index(order, chunk, N, T, ORDERED)
+    tokens, exists = token_index(order, place_of(chunk, START), N, T, ORDERED)
     sums, resets, total, all_resets = load_decays(decays, at, T)
     strength = tl.load(beta + b * beta_b + tokens * beta_n + h * beta_h, mask=exists, other=0.0).to(tl.float32)
     row_sums, row_resets = vector_to_rows(sums, SUB_HEADS), vector_to_rows(resets, SUB_HEADS)
@@ -349,10 +464,19 @@ PREPARE = Tiles(num_warps=1, num_stages=1)
 SCAN = Tiles(VALUES=64, num_warps=4, num_stages=3)
 CROWDED_SCAN = SCAN | Tiles(num_stages=2)
 INPUTS_BACKWARD = Tiles(VALUES=64, num_warps=4, num_stages=1)
+JOIN = Tiles(VALUES=64, num_warps=4, num_stages=2)
+
+# Segments of a sequence are scanned at once, which takes every chunk twice: for long sequences of few heads.
+SEGMENT = 8  # chunks
+LEAST_SEGMENTS = 16
+BLOCK_SHARE = 4.5  # of the backward pass: how many times the bytes of q the buffers of a block of segments may have
 
 
 class Saved(NamedTuple):
     """The tensors that the forward pass saves for the backward pass.
+
+    Of a sequence in S segments, the inverse is the transition of each segment, [B, H, S, Dk, Dk], and the states are
+    those before each segment, [B, H, S, Dv, Dk]. The other tensors have C = 0.
 
     Attributes:
         decays: [B, H, C, 2, T], log decay since the start of the chunk, and how many decays forgot everything; float64
@@ -387,12 +511,49 @@ def chunk_tokens(r: int) -> int:
     return 64 // r
 
 
-def saved(q: Tensor, v: Tensor, mask: Tensor, save: bool) -> Saved:
-    """Allocate the buffers; without ``save`` the last two are left out, C = 0."""
+def count_segments(q: Tensor, v: Tensor, mask: Tensor) -> int:
+    """Return in how many segments a sequence is scanned: more than one where heads alone leave a GPU idle, else 0."""
+    segments = -(-q.shape[1] // (chunk_tokens(mask.shape[-1]) * SEGMENT))
+    # The batch, which may be a symbol, is read last. Wide heads of the larger types would not fit.
+    if segments < LEAST_SEGMENTS or (q.shape[-1] > 64 and q.dtype != torch.bfloat16):
+        return 0
+    programs = q.shape[0] * q.shape[2] * -(-v.shape[-1] // SCAN["VALUES"])
+    if 2 * programs > gpu_behind(q.device).processors:
+        return 0
+    count = block_segments(q, v, mask)
+    return -(-segments // count) * count  # the last ones may be empty
+
+
+def block_segments(q: Tensor | Layout, v: Tensor | Layout, mask: Tensor | Layout) -> int:
+    """Choose how many segments the backward pass takes at a time, so that their buffers are small beside its results.
+
+    A batch that is a symbol is compared, not computed with.
+    """
     (B, N, H, Dk), Dv, r = q.shape, v.shape[-1], mask.shape[-1]
     T = chunk_tokens(r)
-    C, storage = -(-N // T), storage_dtype(q.dtype)
-    kept = C if save else 0
+    numbers = 2 * T * r * T + r * T * (r * T + Dk) + 2 * Dv * (Dk + r * T)  # of a chunk
+    chunks = BLOCK_SHARE * N * Dk * q.dtype.itemsize / (numbers * storage_dtype(q.dtype).itemsize)
+    segments = -(-N // (T * SEGMENT))
+    count = max(1, int(chunks / SEGMENT))
+    while count < segments and B * H * count < gpu_behind(q.device).processors:
+        count *= 2
+    return -(-segments // -(-segments // count))
+
+
+def saved(q: Tensor, v: Tensor, mask: Tensor, save: bool) -> Saved:
+    """Allocate the buffers; without ``save`` the last two are left out, C = 0."""
+    if segments := count_segments(q, v, mask):
+        B, _, H, Dk = q.shape
+        transitions = q.new_empty(B, H, segments, Dk, Dk, dtype=storage_dtype(q.dtype))
+        states = q.new_empty(B, H, segments, v.shape[-1], Dk, dtype=storage_dtype(q.dtype))
+        return chunk_buffers(q, v, mask, 0)._replace(inverse=transitions, states=states)
+    C = -(-q.shape[1] // chunk_tokens(mask.shape[-1]))
+    return chunk_buffers(q, v, mask, C, C if save else 0)
+
+
+def chunk_buffers(q: Tensor, v: Tensor, mask: Tensor, C: int, kept: int = 0) -> Saved:
+    (B, _, H, Dk), Dv, r = q.shape, v.shape[-1], mask.shape[-1]
+    T, storage = chunk_tokens(r), storage_dtype(q.dtype)
     return Saved(
         q.new_empty(B, H, C, 2, T, dtype=torch.float64 if q.dtype == torch.float32 else torch.float32),
         q.new_empty(B, H, C, T, r * T, dtype=storage),
@@ -466,7 +627,7 @@ def _forward(
     B, N, H, Dk = q.shape
     C = -(-N // chunk_tokens(mask.shape[-1]))
     align = alignment(q, k, v)
-    constants, sizes = _constants(k, mask, ordered, align), (N, H, C, Dk**-0.5)
+    constants, sizes = _constants(k, mask, ordered, align), (N, H, C, Dk**-0.5, None)
     strides = (*_strides(align, q, k), *beta.strides, *log_decay.strides, *_mask_strides(mask))
     prepare = Launch(
         prepare_kernel, (B * H * C,), (*strides, *sizes), constants | _tiles(PREPARE, k)
@@ -474,12 +635,15 @@ def _forward(
     values = _values(k, v, mask, _scan_tiles(B * H, v, mask))
     programs = B * H * -(-v.shape[-1] // values["VALUES"])
     strides = (*_strides(align, q, k, v), *beta.strides, *_mask_strides(mask))
-    constants |= dict(INITIAL=initial is not None, SAVE=save) | values
-    return prepare, Launch(scan_kernel, (programs,), (*strides, *sizes), constants)
+    constants |= dict(INITIAL=initial is not None, SAVE=save, LENGTH=0, SUMMARY=False) | values
+    return prepare, Launch(scan_kernel, (programs,), (*strides, *sizes, None), constants)
 
 
 def forward_pass(inputs: Inputs, order: Tensor | None, buffers: Saved, out: Tensor, final: Tensor) -> None:
     """Fill ``out`` [B, N, H, Dv], ``final`` [B, H, Dk, Dv] and the buffers."""
+    if buffers.decays.shape[2] == 0:
+        segmented_forward_pass(inputs, order, buffers, out, final)
+        return
     q, k, v, beta, log_decay, mask, initial = inputs
     q, k, v = _rows(q, k, v)
     mask, initial = mask.contiguous(), None if initial is None else initial.contiguous()
@@ -488,8 +652,8 @@ def forward_pass(inputs: Inputs, order: Tensor | None, buffers: Saved, out: Tens
     B, H, C, T, R = buffers.scores.shape
     spread = buffers.scores.new_empty(B, H, C, R, T)
     chunks = (buffers.decays, buffers.scores, buffers.inverse, spread)
-    prepare(q, k, beta, log_decay, mask, order, *chunks)
-    scan(q, k, v, beta, mask, initial, order, *chunks, out, final, buffers.states, buffers.corrections)
+    prepare(q, k, beta, log_decay, mask, order, *chunks, None)
+    scan(q, k, v, beta, mask, initial, order, *chunks, None, out, final, buffers.states, buffers.corrections, None)
 
 
 @planned
@@ -501,11 +665,11 @@ def _backward(
     B, N, H, Dk = q.shape
     C = -(-N // chunk_tokens(mask.shape[-1]))
     align = alignment(q, k, v, d_out)
-    constants, sizes = _constants(k, mask, ordered, align), (N, H, C, Dk**-0.5)
+    constants, sizes = _constants(k, mask, ordered, align), (N, H, C, Dk**-0.5, None)
     values = _values(k, v, mask, _scan_tiles(B * H, v, mask))
     programs = B * H * -(-v.shape[-1] // values["VALUES"])
     strides = (*_strides(align, q, k), *beta.strides, *_mask_strides(mask), *_strides(align, d_out))
-    scan_constants = constants | dict(FINAL=final is not None) | values
+    scan_constants = constants | dict(FINAL=final is not None, LENGTH=0) | values
     scan = Launch(scan_backward_kernel, (programs,), (*strides, *sizes), scan_constants)
 
     strides = (*_strides(align, q, k, v), *beta.strides, *log_decay.strides, *_mask_strides(mask))
@@ -517,6 +681,8 @@ def _backward(
 def backward_pass(
     inputs: Inputs, order: Tensor | None, buffers: Saved, d_out: Tensor, d_final: Tensor | None
 ) -> Gradients:
+    if buffers.decays.shape[2] == 0:
+        return segmented_backward_pass(inputs, order, buffers, d_out, d_final)
     q, k, v, beta, log_decay, mask, _ = inputs
     (B, N, H, Dk), r = q.shape, mask.shape[-1]
     C = buffers.decays.shape[2]
@@ -528,7 +694,7 @@ def backward_pass(
     d_states, d_errors = torch.empty_like(buffers.states), torch.empty_like(buffers.corrections)
     d_initial = q.new_empty(B, H, Dk, v.shape[-1], dtype=torch.float32)
     chunks = (buffers.decays, buffers.scores, buffers.inverse)
-    scan(q, k, beta, mask, d_out, d_final, order, *chunks, d_states, d_errors, d_initial)
+    scan(q, k, beta, mask, d_out, d_final, order, *chunks, None, d_states, d_errors, d_initial)
 
     d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     d_beta, d_log_decay = (q.new_empty(B, N, H, dtype=torch.float32) for _ in range(2))
@@ -539,4 +705,135 @@ def backward_pass(
         d_mask,
     )  # fmt: skip
     d_mask = d_mask if mask.ndim == 5 else d_mask.sum((0, 2))
+    return Gradients(d_q, d_k, d_v, d_beta, d_log_decay, d_mask, d_initial)
+
+
+class Block(NamedTuple):
+    """The launches of some segments that come one after the other; `None` where the pass has no such launch."""
+
+    prepare: Launch
+    summarize: Launch
+    join: Launch
+    scan: Launch
+    backward: Launch | None = None
+    inputs: Launch | None = None
+
+
+@planned
+def _segments(
+    q: Layout, k: Layout, v: Layout, beta: Layout, log_decay: Layout, mask: Layout, d_out: Layout | None,
+    given: torch.dtype | None, ordered: bool, segments: int,
+) -> list[Block]:  # fmt: skip
+    """Plan the launches of all segments, block by block in the order of the pass.
+
+    Args:
+        d_out: layout of the output's gradient, None for the forward pass.
+        given: type of the initial state, or of the final state's gradient, or None.
+    """
+    B, N, H, Dk = q.shape
+    Dv = v.shape[-1]
+    backward = d_out is not None
+    count = block_segments(q, v, mask) if backward else segments
+    C = count * SEGMENT
+    align = alignment(q, k, v, *([d_out] if d_out else []))
+    constants = _constants(k, mask, ordered, align)
+    values = _values(k, v, mask, _scan_tiles(B * H * count, v, mask))
+    gates, masks = (*beta.strides, *log_decay.strides), _mask_strides(mask)
+    parts = -(-Dv // values["VALUES"])
+    blocks = []
+    for start in range(0, segments, count):
+        sizes = (N, H, C, Dk**-0.5, start * SEGMENT)
+        prepare = Launch(
+            prepare_kernel, (B * H * C,), (*_strides(align, q, k), *gates, *masks, *sizes),
+            constants | _tiles(PREPARE, k),
+        )  # fmt: skip
+        scanning = constants | values | dict(INITIAL=True, LENGTH=SEGMENT)
+        strides = (*_strides(align, q, k, v), *beta.strides, *masks, *sizes, segments)
+        is_first = start + count == segments if backward else start == 0
+        join = Launch(
+            join_kernel, (B * H * parts,), (count, start * SEGMENT, segments),
+            dict(
+                D=Dk, KEYS=_columns(Dk), DV=Dv, LENGTH=SEGMENT, INITIAL=given is not None or not is_first,
+                BACKWARD=backward, COMPUTE=constants["COMPUTE"], PRECISION=constants["PRECISION"],
+            ) | {name: values[name] for name in ("VALUES", "num_warps")} | Tiles(num_stages=1),
+        )  # fmt: skip
+        scan = Launch(scan_kernel, (B * H * count * parts,), strides, scanning | dict(SAVE=backward, SUMMARY=False))
+        if d_out is None:
+            programs = B * H * count * -(-(Dv + Dk) // values["VALUES"])
+            summarize = Launch(scan_kernel, (programs,), strides, scanning | dict(SAVE=False, SUMMARY=True))
+            blocks.append(Block(prepare, summarize, join, scan))
+            continue
+        strides = (*_strides(align, q, k), *beta.strides, *masks, *_strides(align, d_out), *sizes)
+        scanning = constants | values | dict(LENGTH=SEGMENT)
+        programs = B * H * count * parts
+        summarize = Launch(scan_backward_kernel, (programs,), strides, scanning | dict(FINAL=False))
+        scan_backward = Launch(scan_backward_kernel, (programs,), strides, scanning | dict(FINAL=True))
+        strides = (*_strides(align, q, k, v), *gates, *masks, *_strides(align, d_out), *sizes)
+        tiles = constants | _values(k, v, mask, INPUTS_BACKWARD)
+        inputs = Launch(inputs_backward_kernel, (B * H * C,), strides, tiles)
+        blocks.append(Block(prepare, summarize, join, scan, scan_backward, inputs))
+    return blocks[::-1] if backward else blocks
+
+
+def segmented_forward_pass(inputs: Inputs, order: Tensor | None, buffers: Saved, out: Tensor, final: Tensor) -> None:
+    """Do what `forward_pass` does in segments: what each adds and its transition, the states between, the outputs."""
+    q, k, v, beta, log_decay, mask, initial = inputs
+    q, k, v = _rows(q, k, v)
+    mask, initial = mask.contiguous(), None if initial is None else initial.contiguous()
+    (B, _, H, Dk), Dv, S = q.shape, v.shape[-1], buffers.states.shape[2]
+    given = None if initial is None else initial.dtype
+    (block,) = _segments(*map(layout, (q, k, v, beta, log_decay, mask)), None, given, order is not None, S)
+    own, spread, reads = _block_buffers(q, v, mask, S * SEGMENT)
+    added = q.new_empty(B, H, S, Dv, Dk, dtype=torch.float32)
+    transitions, states = buffers.inverse, buffers.states
+    block.prepare(q, k, beta, log_decay, mask, order, own.decays, own.scores, None, spread, reads)
+    features, chunks = (q, k, v, beta, mask), (own.decays, own.scores, None, spread, reads)
+    block.summarize(*features, None, order, *chunks, None, added, None, None, transitions)
+    block.join(initial, transitions, added, states, final)
+    block.scan(*features, states, order, *chunks, out, None, None, None, None)
+
+
+def _block_buffers(q: Tensor, v: Tensor, mask: Tensor, C: int, kept: int = 0) -> tuple[Saved, Tensor, Tensor]:
+    """Allocate the buffers of C chunks, those for the values and for the state among them."""
+    buffers = chunk_buffers(q, v, mask, C, kept)
+    B, H, _, T, R = buffers.scores.shape
+    return buffers, buffers.scores.new_empty(B, H, C, R, T), buffers.scores.new_empty(B, H, C, R, q.shape[-1])
+
+
+def segmented_backward_pass(
+    inputs: Inputs, order: Tensor | None, buffers: Saved, d_out: Tensor, d_final: Tensor | None
+) -> Gradients:
+    """Do what `backward_pass` does, from the last block of segments to the first; all of chunks is computed again."""
+    q, k, v, beta, log_decay, mask, _ = inputs
+    q, k, v, d_out = _rows(q, k, v, d_out)
+    mask, d_final = mask.contiguous(), None if d_final is None else d_final.contiguous()
+    (B, N, H, Dk), Dv, r, S = q.shape, v.shape[-1], mask.shape[-1], buffers.states.shape[2]
+    layouts = map(layout, (q, k, v, beta, log_decay, mask, d_out))
+    blocks = _segments(*layouts, None if d_final is None else d_final.dtype, order is not None, S)
+    count = S // len(blocks)
+    own, spread, reads = _block_buffers(q, v, mask, count * SEGMENT, count * SEGMENT)
+    d_states, d_errors = torch.empty_like(own.states), torch.empty_like(own.corrections)
+    added, d_ends = (q.new_empty(B, H, count, Dv, Dk, dtype=torch.float32) for _ in range(2))
+    d_initial = q.new_empty(B, H, Dk, Dv, dtype=torch.float32)
+    d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    d_beta, d_log_decay = (q.new_empty(B, N, H, dtype=torch.float32) for _ in range(2))
+    size = (B, N, H) if mask.ndim == 5 else (len(blocks), B, H, count * SEGMENT)
+    d_mask = q.new_empty(*size, r, r, dtype=torch.float32)
+    chunks = (own.decays, own.scores, own.inverse)
+    for i, block in enumerate(blocks):
+        assert block.backward and block.inputs
+        block.prepare(q, k, beta, log_decay, mask, order, *chunks, spread, reads)
+        block.scan(
+            q, k, v, beta, mask, buffers.states, order, *chunks, spread, reads, None, None, own.states,
+            own.corrections, None,
+        )  # fmt: skip
+        features = (q, k, beta, mask, d_out)
+        block.summarize(*features, None, order, *chunks[:2], None, reads, None, None, added)
+        block.join(d_initial if i else d_final, buffers.inverse, added, d_ends, d_initial)
+        block.backward(*features, d_ends, order, *chunks, reads, d_states, d_errors, None)
+        block.inputs(
+            q, k, v, beta, log_decay, mask, d_out, order, own.decays, own.states, own.corrections, d_states, d_errors,
+            d_q, d_k, d_v, d_beta, d_log_decay, d_mask if mask.ndim == 5 else d_mask[i],
+        )  # fmt: skip
+    d_mask = d_mask if mask.ndim == 5 else d_mask.sum((0, 1, 3))
     return Gradients(d_q, d_k, d_v, d_beta, d_log_decay, d_mask, d_initial)

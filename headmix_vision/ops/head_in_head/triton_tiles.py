@@ -15,6 +15,27 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def place_of(chunk, START):
+    """Return the place in the sequence of a chunk of a block whose first chunk is START; None is a block of all."""
+    if START is None:
+        return chunk
+    else:
+        return chunk + START
+
+
+@triton.jit
+def segment_of(index, C, START, SEGMENTS, LENGTH: tl.constexpr):
+    """Return the segment of a block of C chunks that comes at an index, LENGTH chunks long, by its place.
+
+    Returns:
+        The segment's place in [B, H, C / LENGTH] and in [B, H, SEGMENTS], its head, its first chunk and the one after.
+    """
+    count = C // LENGTH
+    head, own = index // count, index % count
+    return index, head * SEGMENTS + START // LENGTH + own, head, own * LENGTH, own * LENGTH + LENGTH
+
+
+@triton.jit
 def token_index(order, chunk, N, T: tl.constexpr, ORDERED: tl.constexpr):
     """Return the tokens of a chunk, int64 [T], and which of them exist; absent ones are named as one that exists."""
     place = chunk * T + tl.arange(0, T)
