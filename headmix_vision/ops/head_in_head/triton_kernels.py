@@ -230,8 +230,8 @@ def scan_backward_kernel(
 
     They are those of the state after each chunk, [B, H, C, Dv, Dk], of the errors which the system is solved for,
     [B, H, C, Dv, R], and of the initial state. With LENGTH it does so for one segment of that many chunks, whose final
-    state has the gradient `d_final`, [B, H, C / LENGTH, Dv, Dk]. Without `d_states` it stores only what the segment adds
-    to the gradient of its initial state, in the same shape.
+    state has the gradient `d_final`, [B, H, C / LENGTH, Dv, Dk]. Without `d_states` it stores what the segment adds to
+    the gradient of its initial state, in the same shape, and nothing else.
     """
     PARTS: tl.constexpr = (DV + VALUES - 1) // VALUES
     program = tl.program_id(0).to(tl.int64)
