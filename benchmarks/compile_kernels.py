@@ -118,15 +118,15 @@ def mhla_case(name: str, dtype: str, dim: int, grid: tuple[int, ...], block_grid
     return Case(f"mhla {name}", call, dtype, dim)
 
 
-def hih_case(name: str, dtype: str, dim: int, r: int, heads: int = 1, *, per_token: bool = False,
+def hih_case(name: str, dtype: str, dim: int, r: int, heads: int = 1, *, tokens: int = 256, per_token: bool = False,
              ordered: bool = False, states: bool = False, value_dim: int | None = None) -> Case:  # fmt: skip
     def call() -> None:
         empty = partial(torch.empty, dtype=TYPES[dtype])
-        sizes = (1, 256, heads)  # four chunks at least, so that scans keep their loop
+        sizes = (1, tokens, heads)  # four chunks at least, so that scans keep their loop
         leaves = [empty(*sizes, dim), empty(*sizes, dim), empty(*sizes, value_dim or dim)]
         leaves += [empty(*sizes).zero_(), empty(*sizes).zero_(), empty(*(sizes[:2] if per_token else ()), heads, r, r)]
         initial = empty(1, heads, dim, value_dim or dim).requires_grad_() if states else None
-        scan = TokenScan.from_grid((16, 16), "column_major") if ordered else None
+        scan = TokenScan.from_grid((tokens // 16, 16), "column_major") if ordered else None
         out, final = head_in_head(*(x.requires_grad_() for x in leaves), initial_state=initial, scan=scan,
                                   output_final_state=states, impl="triton")  # fmt: skip
         outputs = [out, final] if states else [out]
@@ -179,10 +179,9 @@ def mhla_cases(dtype: str, dim: int, everything: bool) -> Iterator[Case]:
 def hih_cases(dtype: str, dim: int, everything: bool) -> Iterator[Case]:
     if dim not in HIH_HEAD_DIMS:
         return
-    for r in (1, 2, 4, 8):
-        if dim % r or not (everything or r in (1, 4)):
-            continue
-        yield hih_case("", dtype, dim, r)
+    for r in (1, 2, 4, 8) if everything else (1, 4):
+        for tokens in (256, 16384) if dtype == "bfloat16" else (256,):  # as one and, on Hopper, in segments
+            yield hih_case(f"{tokens} tokens", dtype, dim, r, tokens=tokens)
         if everything and r == 1:
             yield hih_case("many heads", dtype, dim, r, heads=1024)
         if everything and dim in (64, 128):
@@ -282,7 +281,7 @@ def recorded(gpu: runtime.Gpu) -> Iterator[dict[Launch, JITFunction]]:
     forget_plans()  # those for another GPU
     with (
         mock.patch.object(JITFunction, "run", record),
-        mock.patch.object(runtime, "find_gpu", lambda device: gpu),
+        mock.patch.object(runtime, "find_gpu", lambda device: gpu._replace(processors=64)),
         mock.patch.object(torch.version, "hip", gpu.amd or None),
     ):
         yield launches

@@ -159,25 +159,22 @@ def test_offsets_beyond_two_to_the_31():
 
 @pytest.mark.parametrize("r", [1, 4])
 def test_long_sequences_in_segments(monkeypatch, r):
-    """16,384 tokens against float64 and against the scan without segments, and less memory than that."""
-    inputs, weights = make(16384, r, batch=1, heads=2)
+    """16,384 tokens: errors within budget, equal bits when repeated, and less memory than a scan as one."""
+    check(16384, r, batch=1, heads=2)
+    inputs, weights = make(16384, r, batch=1, heads=8)
     assert triton_kernels.count_segments(inputs[0], inputs[2], inputs[5]) > 1
 
-    def peak_bytes():
+    def results_and_peak_bytes():
+        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         results = run(inputs, weights)
-        return results, torch.cuda.max_memory_allocated()
+        return results, torch.cuda.max_memory_allocated() - before
 
-    ours, in_segments = peak_bytes()
-    again, _ = peak_bytes()
-    assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
-    monkeypatch.setattr(triton_kernels, "LEAST_SEGMENTS", 2**31)
-    others, as_one = peak_bytes()
+    (first, in_segments), (second, _) = (results_and_peak_bytes() for _ in "ab")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    monkeypatch.setattr(triton_kernels, "LEAST_TOKENS", 2**31)
+    _, as_one = results_and_peak_bytes()
     assert in_segments < as_one
-    expected = run([x.double() for x in inputs], weights, "torch")
-    for a, b, reference in zip(ours, others, expected, strict=True):
-        error, budget = ((x - reference).norm() / reference.norm() for x in (a, b))
-        assert error < max(1.5 * budget, 2e-3)
 
 
 def test_compiled_by_inductor_with_any_batch():

@@ -367,44 +367,57 @@ def test_auto_takes_torch_off_cuda(monkeypatch):
     assert torch.equal(head_in_head(*inputs)[0], head_in_head(*inputs, impl="torch")[0])
 
 
+def test_tiles_do_not_depend_on_earlier_calls():
+    """Planning for few value columns once changed the constants that all later plans begin with."""
+
+    def columns(value_dim):
+        layouts = map(runtime.layout, make(dtype=torch.bfloat16, value_dim=value_dim)[:6])
+        (block,) = triton_kernels._plan(*layouts, None, None, False, False, 0)
+        return block["scan"].constants["VALUES"]
+
+    runtime.forget_plans()
+    assert [columns(16), columns(64)] == [16, 64]
+
+
 @pytest.fixture
 def in_segments(monkeypatch):
     """Scan all sequences in segments of two chunks, in the backward pass a few segments at a time."""
-    gpu, calls = runtime.find_gpu(torch.device(DEVICE)), []
-    segments = triton_kernels._segments
-    monkeypatch.setattr(triton_kernels, "_segments", lambda *x: calls.append(len(segments(*x))) or segments(*x))
+    gpu, blocks = runtime.find_gpu(torch.device(DEVICE)), []
+    plan = triton_kernels._plan
+    monkeypatch.setattr(triton_kernels, "_plan", lambda *x: blocks.append(len(plan(*x))) or plan(*x))
+    monkeypatch.setattr(triton_kernels, "pays_in_segments", lambda q, v, mask: True)
     monkeypatch.setattr(triton_kernels, "SEGMENT", 2)
-    monkeypatch.setattr(triton_kernels, "LEAST_SEGMENTS", 1)
     monkeypatch.setattr(triton_kernels, "BLOCK_SHARE", 0)
-    monkeypatch.setattr(triton_kernels, "gpu_behind", lambda device: gpu._replace(processors=4))
+    monkeypatch.setattr(triton_kernels, "gpu_behind", lambda device: gpu._replace(processors=2))
+    runtime.forget_plans()
     yield
-    assert max(calls) > 1
+    runtime.forget_plans()
+    assert max(blocks) > 1
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize(("r", "tokens"), [(1, 600), (2, 300), (4, 150), (8, 75)])
-def test_segments(in_segments, r, tokens, per_token):
-    """Several segments, the last one incomplete, and blocks of which the last has an empty segment."""
-    assert_agrees(make(tokens, r, per_token=per_token, heads=1 + per_token, value_dim=24))
-
-
-@pytest.mark.parametrize(("dim", "value_dim", "r"), [(24, 40, 2), (16, 128, 4), (64, 72, 1), (64, 64, 4)])
-def test_head_dims_of_segments(in_segments, dim, value_dim, r):
-    assert_agrees(make(600 // r, r, dim=dim, value_dim=value_dim, heads=1))
+@pytest.mark.parametrize(
+    ("r", "tokens", "dim", "value_dim", "per_token"),
+    [(1, 300, 64, 24, False), (2, 150, 24, 40, True), (4, 75, 72, 16, False), (8, 37, 16, 24, True)],
+)
+def test_segments(in_segments, r, tokens, dim, value_dim, per_token):
+    """The last segment is incomplete, and the last block has an empty one."""
+    inputs = make(tokens, r, dim=dim, value_dim=value_dim, per_token=per_token, heads=1)
+    assert triton_kernels.count_segments(inputs[0], inputs[2], inputs[5]) == 4
+    assert_agrees(inputs)
 
 
 @pytest.mark.parametrize("used", [0, 1], ids=["out", "state"])
 def test_a_scan_in_segments_and_a_loss_of_only_one_result(in_segments, used):
-    inputs = make(150, r=4, batch=2, heads=1)
+    inputs = make(75, r=4, heads=1)
     weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(3)) for x in (inputs[2], inputs[6])]
     weights[1 - used] = None
-    assert_agrees(inputs, weights, scan=TokenScan.from_grid((15, 10), "column_major"))
+    assert_agrees(inputs, weights, scan=TokenScan.from_grid((15, 5), "column_major"))
 
 
 def test_segments_keep_what_a_scan_promises(in_segments):
     """No initial state, a decay that forgets everything, memory that begins as NaN, equal bits and no state saved."""
-    *inputs, state = make(150, r=4, dim=24, value_dim=8)
-    inputs[4][:, 70] = -float("inf")
+    *inputs, state = make(75, r=4, dim=24, value_dim=8, heads=1)
+    inputs[4][:, 40] = -float("inf")
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         first, second = (run([*inputs, state]) for _ in "ab")
@@ -419,12 +432,16 @@ def test_segments_keep_what_a_scan_promises(in_segments):
     assert torch.equal(out, zeros)
 
 
-def test_long_sequences_of_few_heads_take_segments(monkeypatch):
-    def count(tokens, heads, r=4):
-        q, mask = torch.empty(1, tokens, heads, 64, device="meta"), torch.empty(heads, r, r, device="meta")
-        return triton_kernels.count_segments(q, q, mask)
+def test_segments_are_for_long_sequences_of_few_small_heads(monkeypatch):
+    def count(tokens=16384, heads=32, r=4, dim=64, value_dim=64, dtype=torch.bfloat16):
+        q, v = (torch.empty(1, tokens, heads, d, dtype=dtype, device="meta") for d in (dim, value_dim))
+        return triton_kernels.count_segments(q, v, torch.empty(heads, r, r, device="meta"))
 
-    monkeypatch.setattr(triton_kernels, "gpu_behind", lambda device: runtime.Gpu("H200", (9, 0), 227 << 10, 132))
-    assert [count(16384, heads) for heads in (1, 32, 66, 67)] == [128, 132, 132, 0]
-    assert [count(tokens, 32) for tokens in (196, 1024, 2048)] == [0, 0, 16]
-    assert count(16384, 32, r=1) == 32
+    gpu = runtime.Gpu("H200", (9, 0), 227 << 10, 132)
+    monkeypatch.setattr(triton_kernels, "gpu_behind", lambda device: gpu)
+    assert [count(heads=heads) for heads in (1, 32, 33, 34)] == [128, 132, 132, 0]
+    assert [count(tokens) for tokens in (196, 4096, 16383, 2**16)] == [0, 0, 0, 516]
+    assert [count(r=r) for r in (1, 2, 8)] == [32, 64, 0]
+    assert count(dim=72) == count(value_dim=72) == count(dtype=torch.float16) == count(dtype=torch.float32) == 0
+    monkeypatch.setattr(triton_kernels, "gpu_behind", lambda device: gpu._replace(capability=(8, 0)))
+    assert count() == 0

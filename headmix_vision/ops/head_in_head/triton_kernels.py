@@ -464,19 +464,18 @@ PREPARE = Tiles(num_warps=1, num_stages=1)
 SCAN = Tiles(VALUES=64, num_warps=4, num_stages=3)
 CROWDED_SCAN = SCAN | Tiles(num_stages=2)
 INPUTS_BACKWARD = Tiles(VALUES=64, num_warps=4, num_stages=1)
-JOIN = Tiles(VALUES=64, num_warps=4, num_stages=2)
 
-# Segments of a sequence are scanned at once, which takes every chunk twice: for long sequences of few heads.
+# Segments of a sequence are scanned at once. What a chunk needs is then computed twice, for outputs and for gradients.
 SEGMENT = 8  # chunks
-LEAST_SEGMENTS = 16
+LEAST_TOKENS = 16384  # of a sequence in segments
 BLOCK_SHARE = 4.5  # of the backward pass: how many times the bytes of q the buffers of a block of segments may have
 
 
 class Saved(NamedTuple):
     """The tensors that the forward pass saves for the backward pass.
 
-    Of a sequence in S segments, the inverse is the transition of each segment, [B, H, S, Dk, Dk], and the states are
-    those before each segment, [B, H, S, Dv, Dk]. The other tensors have C = 0.
+    In S segments, ``inverse`` holds the transition of each segment, [B, H, S, Dk, Dk], and ``states`` the state before
+    each segment, [B, H, S, Dv, Dk]. The other tensors have C = 0.
 
     Attributes:
         decays: [B, H, C, 2, T], log decay since the start of the chunk, and how many decays forgot everything; float64
@@ -492,6 +491,11 @@ class Saved(NamedTuple):
     inverse: Tensor
     states: Tensor
     corrections: Tensor
+
+    @property
+    def segments(self) -> int:
+        """The number of segments, 0 for a sequence that is scanned as one."""
+        return 0 if self.decays.shape[2] else self.states.shape[2]
 
 
 class Gradients(NamedTuple):
@@ -511,17 +515,27 @@ def chunk_tokens(r: int) -> int:
     return 64 // r
 
 
+def pays_in_segments(q: Tensor, v: Tensor, mask: Tensor) -> bool:
+    """Return whether to scan a sequence in segments: it is long, and its heads alone leave most of the GPU idle.
+
+    Measured on an H200 in bf16 with 64 dims: 32 heads of 16,384 tokens are faster in segments at r = 1 and r = 4. With
+    gradients, 32 heads of 2,048 or 4,096 tokens, 128 heads of 4,096 and 384 heads of 1,024 are slower.
+    """
+    if q.shape[1] < LEAST_TOKENS or mask.shape[-1] > 4:
+        return False
+    if q.dtype != torch.bfloat16 or max(q.shape[-1], v.shape[-1]) > SCAN["VALUES"]:
+        return False
+    gpu = gpu_behind(q.device)
+    return gpu.capability == (9, 0) and 4 * q.shape[0] * q.shape[2] <= gpu.processors  # the batch may be a symbol
+
+
 def count_segments(q: Tensor, v: Tensor, mask: Tensor) -> int:
-    """Return in how many segments a sequence is scanned: more than one where heads alone leave a GPU idle, else 0."""
+    """Return the number of segments, whole blocks of them, of which the last may be empty; 0 to scan as one."""
+    if not pays_in_segments(q, v, mask):
+        return 0
     segments = -(-q.shape[1] // (chunk_tokens(mask.shape[-1]) * SEGMENT))
-    # The batch, which may be a symbol, is read last. Wide heads of the larger types would not fit.
-    if segments < LEAST_SEGMENTS or (q.shape[-1] > 64 and q.dtype != torch.bfloat16):
-        return 0
-    programs = q.shape[0] * q.shape[2] * -(-v.shape[-1] // SCAN["VALUES"])
-    if 2 * programs > gpu_behind(q.device).processors:
-        return 0
     count = block_segments(q, v, mask)
-    return -(-segments // count) * count  # the last ones may be empty
+    return -(-segments // count) * count
 
 
 def block_segments(q: Tensor | Layout, v: Tensor | Layout, mask: Tensor | Layout) -> int:
@@ -546,20 +560,21 @@ def saved(q: Tensor, v: Tensor, mask: Tensor, save: bool) -> Saved:
         B, _, H, Dk = q.shape
         transitions = q.new_empty(B, H, segments, Dk, Dk, dtype=storage_dtype(q.dtype))
         states = q.new_empty(B, H, segments, v.shape[-1], Dk, dtype=storage_dtype(q.dtype))
-        return chunk_buffers(q, v, mask, 0)._replace(inverse=transitions, states=states)
+        return chunk_buffers(q, v, mask, 0, 0, 0)._replace(inverse=transitions, states=states)
     C = -(-q.shape[1] // chunk_tokens(mask.shape[-1]))
-    return chunk_buffers(q, v, mask, C, C if save else 0)
+    return chunk_buffers(q, v, mask, C, C, C if save else 0)
 
 
-def chunk_buffers(q: Tensor, v: Tensor, mask: Tensor, C: int, kept: int = 0) -> Saved:
+def chunk_buffers(q: Tensor, v: Tensor, mask: Tensor, C: int, inverses: int, states: int) -> Saved:
+    """Allocate the buffers of C chunks, with so many inverses, and so many states and corrections."""
     (B, _, H, Dk), Dv, r = q.shape, v.shape[-1], mask.shape[-1]
     T, storage = chunk_tokens(r), storage_dtype(q.dtype)
     return Saved(
         q.new_empty(B, H, C, 2, T, dtype=torch.float64 if q.dtype == torch.float32 else torch.float32),
         q.new_empty(B, H, C, T, r * T, dtype=storage),
-        q.new_empty(B, H, C, r * T, r * T, dtype=storage),
-        q.new_empty(B, H, kept, Dv, Dk, dtype=storage),
-        q.new_empty(B, H, kept, Dv, r * T, dtype=storage),
+        q.new_empty(B, H, inverses, r * T, r * T, dtype=storage),
+        q.new_empty(B, H, states, Dv, Dk, dtype=storage),
+        q.new_empty(B, H, states, Dv, r * T, dtype=storage),
     )
 
 
@@ -604,8 +619,8 @@ def _columns(dim: int) -> int:
 
 def _values(k: Layout, v: Layout, mask: Layout, tiles: Tiles) -> dict[str, Any]:
     tiles = _tiles(tiles, k)
-    tiles |= Tiles(VALUES=min(_columns(v.shape[-1]), tiles["VALUES"]))
-    return dict(DV=v.shape[-1], TOKEN_MASK=len(mask.shape) == 5, **tiles)
+    columns = min(_columns(v.shape[-1]), tiles["VALUES"])
+    return dict(DV=v.shape[-1], TOKEN_MASK=len(mask.shape) == 5) | tiles | Tiles(VALUES=columns)
 
 
 def _scan_tiles(heads: int, v: Layout, mask: Layout) -> Tiles:
@@ -619,221 +634,137 @@ def _scan_tiles(heads: int, v: Layout, mask: Layout) -> Tiles:
 
 
 @planned
-def _forward(
-    q: Layout, k: Layout, v: Layout, beta: Layout, log_decay: Layout, mask: Layout,
-    initial: torch.dtype | None, ordered: bool, save: bool,
-) -> tuple[Launch, Launch]:  # fmt: skip
-    """Plan the kernels that prepare all chunks and that scan them, from an initial state of a type or from zero."""
+def _plan(
+    q: Layout, k: Layout, v: Layout, beta: Layout, log_decay: Layout, mask: Layout, d_out: Layout | None,
+    given: torch.dtype | None, ordered: bool, save: bool, segments: int,
+) -> list[dict[str, Launch]]:  # fmt: skip
+    """Plan the launches of each block of segments by name, in the order of the pass; without segments one block is all.
+
+    Args:
+        d_out: layout of the output's gradient, None for the forward pass.
+        given: type of the initial state, or of the final state's gradient; None for zeros.
+        save: let the scan store states and corrections.
+    """
     B, N, H, Dk = q.shape
-    C = -(-N // chunk_tokens(mask.shape[-1]))
-    align = alignment(q, k, v)
-    constants, sizes = _constants(k, mask, ordered, align), (N, H, C, Dk**-0.5, None)
-    strides = (*_strides(align, q, k), *beta.strides, *log_decay.strides, *_mask_strides(mask))
-    prepare = Launch(
-        prepare_kernel, (B * H * C,), (*strides, *sizes), constants | _tiles(PREPARE, k)
-    )  # fmt: skip
-    values = _values(k, v, mask, _scan_tiles(B * H, v, mask))
-    programs = B * H * -(-v.shape[-1] // values["VALUES"])
-    strides = (*_strides(align, q, k, v), *beta.strides, *_mask_strides(mask))
-    constants |= dict(INITIAL=initial is not None, SAVE=save, LENGTH=0, SUMMARY=False) | values
-    return prepare, Launch(scan_kernel, (programs,), (*strides, *sizes, None), constants)
+    Dv, gradient = v.shape[-1], [] if d_out is None else [d_out]
+    count = block_segments(q, v, mask) if segments and gradient else segments
+    C = count * SEGMENT or -(-N // chunk_tokens(mask.shape[-1]))
+    align = alignment(q, k, v, *gradient)
+    constants = _constants(k, mask, ordered, align)
+    values = _values(k, v, mask, _scan_tiles(B * H * (count or 1), v, mask))
+    parts = -(-Dv // values["VALUES"])
+    programs = B * H * (count or 1) * parts
+    qk, qkv, d_strides = _strides(align, q, k), _strides(align, q, k, v), _strides(align, *gradient)
+    gates, masks = (*beta.strides, *log_decay.strides), _mask_strides(mask)
+    scanning = constants | values | dict(LENGTH=SEGMENT if segments else 0)
+    begins = given is not None or segments > 0  # with a state that is not zero
+    blocks = []
+    for start in range(0, segments or 1, count or 1):
+        sizes = (N, H, C, Dk**-0.5, start * SEGMENT if segments else None)
+        numbers = (*qk, *gates, *masks, *sizes)
+        block = {"prepare": Launch(prepare_kernel, (B * H * C,), numbers, constants | _tiles(PREPARE, k))}
+        numbers = (*qkv, *beta.strides, *masks, *sizes, segments or None)
+        forms = dict(INITIAL=begins, SAVE=save, SUMMARY=False)
+        block["scan"] = Launch(scan_kernel, (programs,), numbers, scanning | forms)
+        if segments and not gradient:
+            summaries = B * H * count * -(-(Dv + Dk) // values["VALUES"])
+            forms = dict(INITIAL=True, SAVE=False, SUMMARY=True)
+            block["summarize"] = Launch(scan_kernel, (summaries,), numbers, scanning | forms)
+        if gradient:
+            numbers = (*qk, *beta.strides, *masks, *d_strides, *sizes)
+            block["summarize"] = Launch(scan_backward_kernel, (programs,), numbers, scanning | dict(FINAL=False))
+            block["scan_backward"] = Launch(scan_backward_kernel, (programs,), numbers, scanning | dict(FINAL=begins))
+            numbers = (*qkv, *gates, *masks, *d_strides, *sizes)
+            tiles = _values(k, v, mask, INPUTS_BACKWARD)
+            block["inputs_backward"] = Launch(inputs_backward_kernel, (B * H * C,), numbers, constants | tiles)
+        if segments:
+            is_first = start + count == segments if gradient else start == 0
+            same = {name: scanning[name] for name in ("D", "KEYS", "DV", "VALUES", "LENGTH", "COMPUTE", "PRECISION")}
+            forms = dict(INITIAL=given is not None or not is_first, BACKWARD=bool(gradient))
+            tiles = Tiles(num_warps=values["num_warps"], num_stages=1)
+            numbers = (count, start * SEGMENT, segments)
+            block["join"] = Launch(join_kernel, (B * H * parts,), numbers, same | forms | tiles)
+        blocks.append(block)
+    return blocks[::-1] if gradient else blocks
 
 
 def forward_pass(inputs: Inputs, order: Tensor | None, buffers: Saved, out: Tensor, final: Tensor) -> None:
     """Fill ``out`` [B, N, H, Dv], ``final`` [B, H, Dk, Dv] and the buffers."""
-    if buffers.decays.shape[2] == 0:
-        segmented_forward_pass(inputs, order, buffers, out, final)
-        return
     q, k, v, beta, log_decay, mask, initial = inputs
     q, k, v = _rows(q, k, v)
     mask, initial = mask.contiguous(), None if initial is None else initial.contiguous()
-    layouts, save = map(layout, (q, k, v, beta, log_decay, mask)), buffers.states.shape[2] > 0
-    prepare, scan = _forward(*layouts, None if initial is None else initial.dtype, order is not None, save)
-    B, H, C, T, R = buffers.scores.shape
-    spread = buffers.scores.new_empty(B, H, C, R, T)
-    chunks = (buffers.decays, buffers.scores, buffers.inverse, spread)
-    prepare(q, k, beta, log_decay, mask, order, *chunks, None)
-    scan(q, k, v, beta, mask, initial, order, *chunks, None, out, final, buffers.states, buffers.corrections, None)
+    layouts, given = map(layout, (q, k, v, beta, log_decay, mask)), None if initial is None else initial.dtype
+    segments, states, inverse = buffers.segments, buffers.states, buffers.inverse
+    save = not segments and states.shape[2] > 0
+    (block,) = _plan(*layouts, None, given, order is not None, save, segments)
+    features = (q, k, v, beta, mask)
+    if not segments:
+        chunks = (buffers.decays, buffers.scores, inverse, _for_values(buffers), None)
+        block["prepare"](q, k, beta, log_decay, mask, order, *chunks)
+        block["scan"](*features, initial, order, *chunks, out, final, states, buffers.corrections, None)
+        return
+    own = chunk_buffers(q, v, mask, segments * SEGMENT, 0, 0)
+    chunks = (own.decays, own.scores, None, _for_values(own), _for_state(own, q))
+    added = torch.empty_like(states, dtype=torch.float32)
+    block["prepare"](q, k, beta, log_decay, mask, order, *chunks)
+    block["summarize"](*features, None, order, *chunks, None, added, None, None, inverse)
+    block["join"](initial, inverse, added, states, final)
+    block["scan"](*features, states, order, *chunks, out, None, None, None, None)
 
 
-@planned
-def _backward(
-    q: Layout, k: Layout, v: Layout, beta: Layout, log_decay: Layout, mask: Layout, d_out: Layout,
-    final: torch.dtype | None, ordered: bool,
-) -> tuple[Launch, Launch]:  # fmt: skip
-    """Plan the kernels that scan the chunks backward and that compute the gradients of the inputs."""
-    B, N, H, Dk = q.shape
-    C = -(-N // chunk_tokens(mask.shape[-1]))
-    align = alignment(q, k, v, d_out)
-    constants, sizes = _constants(k, mask, ordered, align), (N, H, C, Dk**-0.5, None)
-    values = _values(k, v, mask, _scan_tiles(B * H, v, mask))
-    programs = B * H * -(-v.shape[-1] // values["VALUES"])
-    strides = (*_strides(align, q, k), *beta.strides, *_mask_strides(mask), *_strides(align, d_out))
-    scan_constants = constants | dict(FINAL=final is not None, LENGTH=0) | values
-    scan = Launch(scan_backward_kernel, (programs,), (*strides, *sizes), scan_constants)
+def _for_values(buffers: Saved) -> Tensor:
+    """Allocate the factors of the values in the corrections, [B, H, C, R, T]."""
+    return buffers.scores.new_empty(buffers.scores.mT.shape)
 
-    strides = (*_strides(align, q, k, v), *beta.strides, *log_decay.strides, *_mask_strides(mask))
-    numbers = (*strides, *_strides(align, d_out), *sizes)
-    constants |= _values(k, v, mask, INPUTS_BACKWARD)
-    return scan, Launch(inputs_backward_kernel, (B * H * C,), numbers, constants)
+
+def _for_state(buffers: Saved, q: Tensor) -> Tensor:
+    """Allocate the factors of the state in the corrections, [B, H, C, R, Dk]."""
+    B, H, C, _, R = buffers.scores.shape
+    return buffers.scores.new_empty(B, H, C, R, q.shape[-1])
 
 
 def backward_pass(
     inputs: Inputs, order: Tensor | None, buffers: Saved, d_out: Tensor, d_final: Tensor | None
 ) -> Gradients:
-    if buffers.decays.shape[2] == 0:
-        return segmented_backward_pass(inputs, order, buffers, d_out, d_final)
-    q, k, v, beta, log_decay, mask, _ = inputs
-    (B, N, H, Dk), r = q.shape, mask.shape[-1]
-    C = buffers.decays.shape[2]
-    q, k, v, d_out = _rows(q, k, v, d_out)
-    mask, d_final = mask.contiguous(), None if d_final is None else d_final.contiguous()
-    layouts = map(layout, (q, k, v, beta, log_decay, mask, d_out))
-    scan, launch_inputs = _backward(*layouts, None if d_final is None else d_final.dtype, order is not None)
-
-    d_states, d_errors = torch.empty_like(buffers.states), torch.empty_like(buffers.corrections)
-    d_initial = q.new_empty(B, H, Dk, v.shape[-1], dtype=torch.float32)
-    chunks = (buffers.decays, buffers.scores, buffers.inverse)
-    scan(q, k, beta, mask, d_out, d_final, order, *chunks, None, d_states, d_errors, d_initial)
-
-    d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    d_beta, d_log_decay = (q.new_empty(B, N, H, dtype=torch.float32) for _ in range(2))
-    d_mask = q.new_empty(*((B, H, C) if mask.ndim == 3 else (B, N, H)), r, r, dtype=torch.float32)
-    states = (buffers.states, buffers.corrections, d_states, d_errors)
-    launch_inputs(
-        q, k, v, beta, log_decay, mask, d_out, order, buffers.decays, *states, d_q, d_k, d_v, d_beta, d_log_decay,
-        d_mask,
-    )  # fmt: skip
-    d_mask = d_mask if mask.ndim == 5 else d_mask.sum((0, 2))
-    return Gradients(d_q, d_k, d_v, d_beta, d_log_decay, d_mask, d_initial)
-
-
-class Block(NamedTuple):
-    """The launches of some segments that come one after the other; `None` where the pass has no such launch."""
-
-    prepare: Launch
-    summarize: Launch
-    join: Launch
-    scan: Launch
-    backward: Launch | None = None
-    inputs: Launch | None = None
-
-
-@planned
-def _segments(
-    q: Layout, k: Layout, v: Layout, beta: Layout, log_decay: Layout, mask: Layout, d_out: Layout | None,
-    given: torch.dtype | None, ordered: bool, segments: int,
-) -> list[Block]:  # fmt: skip
-    """Plan the launches of all segments, block by block in the order of the pass.
-
-    Args:
-        d_out: layout of the output's gradient, None for the forward pass.
-        given: type of the initial state, or of the final state's gradient, or None.
-    """
-    B, N, H, Dk = q.shape
-    Dv = v.shape[-1]
-    backward = d_out is not None
-    count = block_segments(q, v, mask) if backward else segments
-    C = count * SEGMENT
-    align = alignment(q, k, v, *([d_out] if d_out else []))
-    constants = _constants(k, mask, ordered, align)
-    values = _values(k, v, mask, _scan_tiles(B * H * count, v, mask))
-    gates, masks = (*beta.strides, *log_decay.strides), _mask_strides(mask)
-    parts = -(-Dv // values["VALUES"])
-    blocks = []
-    for start in range(0, segments, count):
-        sizes = (N, H, C, Dk**-0.5, start * SEGMENT)
-        prepare = Launch(
-            prepare_kernel, (B * H * C,), (*_strides(align, q, k), *gates, *masks, *sizes),
-            constants | _tiles(PREPARE, k),
-        )  # fmt: skip
-        scanning = constants | values | dict(INITIAL=True, LENGTH=SEGMENT)
-        strides = (*_strides(align, q, k, v), *beta.strides, *masks, *sizes, segments)
-        is_first = start + count == segments if backward else start == 0
-        join = Launch(
-            join_kernel, (B * H * parts,), (count, start * SEGMENT, segments),
-            dict(
-                D=Dk, KEYS=_columns(Dk), DV=Dv, LENGTH=SEGMENT, INITIAL=given is not None or not is_first,
-                BACKWARD=backward, COMPUTE=constants["COMPUTE"], PRECISION=constants["PRECISION"],
-            ) | {name: values[name] for name in ("VALUES", "num_warps")} | Tiles(num_stages=1),
-        )  # fmt: skip
-        scan = Launch(scan_kernel, (B * H * count * parts,), strides, scanning | dict(SAVE=backward, SUMMARY=False))
-        if d_out is None:
-            programs = B * H * count * -(-(Dv + Dk) // values["VALUES"])
-            summarize = Launch(scan_kernel, (programs,), strides, scanning | dict(SAVE=False, SUMMARY=True))
-            blocks.append(Block(prepare, summarize, join, scan))
-            continue
-        strides = (*_strides(align, q, k), *beta.strides, *masks, *_strides(align, d_out), *sizes)
-        scanning = constants | values | dict(LENGTH=SEGMENT)
-        programs = B * H * count * parts
-        summarize = Launch(scan_backward_kernel, (programs,), strides, scanning | dict(FINAL=False))
-        scan_backward = Launch(scan_backward_kernel, (programs,), strides, scanning | dict(FINAL=True))
-        strides = (*_strides(align, q, k, v), *gates, *masks, *_strides(align, d_out), *sizes)
-        tiles = constants | _values(k, v, mask, INPUTS_BACKWARD)
-        inputs = Launch(inputs_backward_kernel, (B * H * C,), strides, tiles)
-        blocks.append(Block(prepare, summarize, join, scan, scan_backward, inputs))
-    return blocks[::-1] if backward else blocks
-
-
-def segmented_forward_pass(inputs: Inputs, order: Tensor | None, buffers: Saved, out: Tensor, final: Tensor) -> None:
-    """Do what `forward_pass` does in segments: what each adds and its transition, the states between, the outputs."""
-    q, k, v, beta, log_decay, mask, initial = inputs
-    q, k, v = _rows(q, k, v)
-    mask, initial = mask.contiguous(), None if initial is None else initial.contiguous()
-    (B, _, H, Dk), Dv, S = q.shape, v.shape[-1], buffers.states.shape[2]
-    given = None if initial is None else initial.dtype
-    (block,) = _segments(*map(layout, (q, k, v, beta, log_decay, mask)), None, given, order is not None, S)
-    own, spread, reads = _block_buffers(q, v, mask, S * SEGMENT)
-    added = q.new_empty(B, H, S, Dv, Dk, dtype=torch.float32)
-    transitions, states = buffers.inverse, buffers.states
-    block.prepare(q, k, beta, log_decay, mask, order, own.decays, own.scores, None, spread, reads)
-    features, chunks = (q, k, v, beta, mask), (own.decays, own.scores, None, spread, reads)
-    block.summarize(*features, None, order, *chunks, None, added, None, None, transitions)
-    block.join(initial, transitions, added, states, final)
-    block.scan(*features, states, order, *chunks, out, None, None, None, None)
-
-
-def _block_buffers(q: Tensor, v: Tensor, mask: Tensor, C: int, kept: int = 0) -> tuple[Saved, Tensor, Tensor]:
-    """Allocate the buffers of C chunks, those for the values and for the state among them."""
-    buffers = chunk_buffers(q, v, mask, C, kept)
-    B, H, _, T, R = buffers.scores.shape
-    return buffers, buffers.scores.new_empty(B, H, C, R, T), buffers.scores.new_empty(B, H, C, R, q.shape[-1])
-
-
-def segmented_backward_pass(
-    inputs: Inputs, order: Tensor | None, buffers: Saved, d_out: Tensor, d_final: Tensor | None
-) -> Gradients:
-    """Do what `backward_pass` does, from the last block of segments to the first; all of chunks is computed again."""
+    """Compute the gradients; in segments block by block from the last, where all of the chunks is computed again."""
     q, k, v, beta, log_decay, mask, _ = inputs
     q, k, v, d_out = _rows(q, k, v, d_out)
     mask, d_final = mask.contiguous(), None if d_final is None else d_final.contiguous()
-    (B, N, H, Dk), Dv, r, S = q.shape, v.shape[-1], mask.shape[-1], buffers.states.shape[2]
-    layouts = map(layout, (q, k, v, beta, log_decay, mask, d_out))
-    blocks = _segments(*layouts, None if d_final is None else d_final.dtype, order is not None, S)
-    count = S // len(blocks)
-    own, spread, reads = _block_buffers(q, v, mask, count * SEGMENT, count * SEGMENT)
-    d_states, d_errors = torch.empty_like(own.states), torch.empty_like(own.corrections)
-    added, d_ends = (q.new_empty(B, H, count, Dv, Dk, dtype=torch.float32) for _ in range(2))
-    d_initial = q.new_empty(B, H, Dk, Dv, dtype=torch.float32)
-    d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    d_beta, d_log_decay = (q.new_empty(B, N, H, dtype=torch.float32) for _ in range(2))
-    size = (B, N, H) if mask.ndim == 5 else (len(blocks), B, H, count * SEGMENT)
-    d_mask = q.new_empty(*size, r, r, dtype=torch.float32)
+    (B, N, H, Dk), r, segments = q.shape, mask.shape[-1], buffers.segments
+    layouts, given = map(layout, (q, k, v, beta, log_decay, mask, d_out)), None if d_final is None else d_final.dtype
+    blocks = _plan(*layouts, given, order is not None, segments > 0, segments)
+
+    own, for_values, for_state, d_ends = buffers, None, None, d_final
+    if segments:
+        C = segments // len(blocks) * SEGMENT
+        own = chunk_buffers(q, v, mask, C, C, C)
+        for_values, for_state = _for_values(own), _for_state(own, q)
+        added, d_ends = (q.new_empty(B, H, C // SEGMENT, v.shape[-1], Dk, dtype=torch.float32) for _ in range(2))
+    C = own.decays.shape[2]
     chunks = (own.decays, own.scores, own.inverse)
+    d_states, d_errors = torch.empty_like(own.states), torch.empty_like(own.corrections)
+    d_initial = q.new_empty(B, H, Dk, v.shape[-1], dtype=torch.float32)
+    d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    d_beta, d_log_decay = (q.new_empty(B, N, H, dtype=torch.float32) for _ in range(2))
+    per_token = mask.ndim == 5
+    size = (B, N, H) if per_token else (len(blocks), B, H, C) if segments else (B, H, C)
+    d_mask = q.new_empty(*size, r, r, dtype=torch.float32)
+    features = (q, k, beta, mask, d_out)
     for i, block in enumerate(blocks):
-        assert block.backward and block.inputs
-        block.prepare(q, k, beta, log_decay, mask, order, *chunks, spread, reads)
-        block.scan(
-            q, k, v, beta, mask, buffers.states, order, *chunks, spread, reads, None, None, own.states,
-            own.corrections, None,
-        )  # fmt: skip
-        features = (q, k, beta, mask, d_out)
-        block.summarize(*features, None, order, *chunks[:2], None, reads, None, None, added)
-        block.join(d_initial if i else d_final, buffers.inverse, added, d_ends, d_initial)
-        block.backward(*features, d_ends, order, *chunks, reads, d_states, d_errors, None)
-        block.inputs(
+        if segments:
+            block["prepare"](q, k, beta, log_decay, mask, order, *chunks, for_values, for_state)
+            block["scan"](
+                q, k, v, beta, mask, buffers.states, order, *chunks, for_values, for_state, None, None, own.states,
+                own.corrections, None,
+            )  # fmt: skip
+            block["summarize"](*features, None, order, *chunks[:2], None, for_state, None, None, added)
+            block["join"](d_initial if i else d_final, buffers.inverse, added, d_ends, d_initial)
+        first = None if segments else d_initial
+        block["scan_backward"](*features, d_ends, order, *chunks, for_state, d_states, d_errors, first)
+        block["inputs_backward"](
             q, k, v, beta, log_decay, mask, d_out, order, own.decays, own.states, own.corrections, d_states, d_errors,
-            d_q, d_k, d_v, d_beta, d_log_decay, d_mask if mask.ndim == 5 else d_mask[i],
+            d_q, d_k, d_v, d_beta, d_log_decay, d_mask[i] if segments and not per_token else d_mask,
         )  # fmt: skip
-    d_mask = d_mask if mask.ndim == 5 else d_mask.sum((0, 1, 3))
+    if not per_token:
+        d_mask = d_mask.sum((0, 1, 3) if segments else (0, 2))
     return Gradients(d_q, d_k, d_v, d_beta, d_log_decay, d_mask, d_initial)

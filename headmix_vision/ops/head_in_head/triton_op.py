@@ -88,7 +88,7 @@ def _record(
     if not inline:
         raise NotRecorded
     out, final, buffers = _outputs(q, v, mask, save)
-    if buffers.decays.shape[2] == 0:  # in segments, in many launches
+    if buffers.segments:  # many launches
         raise NotRecorded
     with record_launches(fallback, _kind(q, v, mask, fallback)):
         inputs = Inputs(q, k, v, beta, log_decay, mask, initial_state)
@@ -163,7 +163,7 @@ def _record_backward(d_out: Tensor, d_final: Tensor | None, *arguments: Any) -> 
     if not inline:
         raise NotRecorded
     inputs, buffers = Inputs(*tensors), launch.Saved(decays, scores, inverse, states, corrections)
-    if decays.shape[2] == 0:
+    if buffers.segments:
         raise NotRecorded
     with record_launches(fallback, _kind(inputs.q, inputs.v, inputs.mask, fallback)):
         return _of_types(launch.backward_pass(inputs, order, buffers, d_out, d_final), inputs)
