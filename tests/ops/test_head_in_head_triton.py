@@ -400,9 +400,10 @@ def in_segments(monkeypatch):
     [(1, 300, 64, 24, False), (2, 150, 24, 40, True), (4, 75, 72, 16, False), (8, 37, 16, 24, True)],
 )
 def test_segments(in_segments, r, tokens, dim, value_dim, per_token):
-    """The last segment is incomplete, and the last block has an empty one."""
+    """The last segment is incomplete, the last block has an empty one; graphs that launch kernels take none."""
     inputs = make(tokens, r, dim=dim, value_dim=value_dim, per_token=per_token, heads=1)
-    assert triton_kernels.count_segments(inputs[0], inputs[2], inputs[5]) == 4
+    in_op, in_graph = (triton_kernels.saved(inputs[0], inputs[2], inputs[5], True, inline) for inline in (False, True))
+    assert (in_op.segments, in_graph.segments) == (4, 0)
     assert_agrees(inputs)
 
 

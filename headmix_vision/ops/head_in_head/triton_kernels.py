@@ -554,9 +554,13 @@ def block_segments(q: Tensor | Layout, v: Tensor | Layout, mask: Tensor | Layout
     return -(-segments // -(-segments // count))
 
 
-def saved(q: Tensor, v: Tensor, mask: Tensor, save: bool) -> Saved:
-    """Allocate the buffers; without ``save`` the last two are left out, C = 0."""
-    if segments := count_segments(q, v, mask):
+def saved(q: Tensor, v: Tensor, mask: Tensor, save: bool, inline: bool = False) -> Saved:
+    """Allocate the buffers; without ``save`` the last two are left out, C = 0.
+
+    A graph that launches the kernels itself, ``inline``, scans all sequences as one.
+    """
+    segments = 0 if inline else count_segments(q, v, mask)
+    if segments:
         B, _, H, Dk = q.shape
         transitions = q.new_empty(B, H, segments, Dk, Dk, dtype=storage_dtype(q.dtype))
         states = q.new_empty(B, H, segments, v.shape[-1], Dk, dtype=storage_dtype(q.dtype))

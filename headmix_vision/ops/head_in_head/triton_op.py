@@ -51,7 +51,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the output, the final state and the tensors of :class:`triton_kernels.Saved`."""
     inputs = Inputs(q, k, v, beta, log_decay, mask, initial_state)
-    out, final, buffers = _outputs(q, v, mask, save)
+    out, final, buffers = _outputs(q, v, mask, save, inline)
     if q.shape[0] * q.shape[2] == 0:
         return out, final, *buffers
     if not (FAILED and _kind(q, v, mask, fallback) in FAILED):
@@ -77,7 +77,7 @@ def _fake(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, mask: Tensor, initial_state: Any, order: Any,
     save: bool, fallback: bool, inline: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    out, final, buffers = _outputs(q, v, mask, save)
+    out, final, buffers = _outputs(q, v, mask, save, inline)
     return out, final, *buffers
 
 
@@ -87,9 +87,7 @@ def _record(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     if not inline:
         raise NotRecorded
-    out, final, buffers = _outputs(q, v, mask, save)
-    if buffers.segments:  # many launches
-        raise NotRecorded
+    out, final, buffers = _outputs(q, v, mask, save, inline)
     with record_launches(fallback, _kind(q, v, mask, fallback)):
         inputs = Inputs(q, k, v, beta, log_decay, mask, initial_state)
         launch.forward_pass(inputs, order, buffers, out, final)
@@ -99,10 +97,10 @@ def _record(
 _forward_op = register("head_in_head", _forward, _fake, _record, [launch.prepare_kernel, launch.scan_kernel])
 
 
-def _outputs(q: Tensor, v: Tensor, mask: Tensor, save: bool) -> tuple[Tensor, Tensor, launch.Saved]:
+def _outputs(q: Tensor, v: Tensor, mask: Tensor, save: bool, inline: bool) -> tuple[Tensor, Tensor, launch.Saved]:
     out = v.new_empty(v.shape)
     final = q.new_empty(q.shape[0], *q.shape[2:], v.shape[-1], dtype=torch.float32)
-    return out, final, launch.saved(q, v, mask, save)
+    return out, final, launch.saved(q, v, mask, save, inline)
 
 
 def _backward_pass(
@@ -163,8 +161,6 @@ def _record_backward(d_out: Tensor, d_final: Tensor | None, *arguments: Any) -> 
     if not inline:
         raise NotRecorded
     inputs, buffers = Inputs(*tensors), launch.Saved(decays, scores, inverse, states, corrections)
-    if buffers.segments:
-        raise NotRecorded
     with record_launches(fallback, _kind(inputs.q, inputs.v, inputs.mask, fallback)):
         return _of_types(launch.backward_pass(inputs, order, buffers, d_out, d_final), inputs)
 
