@@ -310,6 +310,10 @@ def is_inline() -> bool:
     return torch.compiler.is_compiling() and not INTERPRETED and way_in_graphs() != "opaque"
 
 
+REPLAY = "HEADMIX_VISION_REPLAY"
+RUNS: dict[Any, Call] = {}  # the function of each op
+
+
 class NotRecorded(Exception):
     """A graph cannot launch the kernels of a call itself."""
 
@@ -333,6 +337,7 @@ def register(name: str, run: Call, fake: Call, record: Call | None = None, kerne
     """
     op: Any = torch.library.custom_op(f"headmix_vision::{name}", run, mutates_args=())
     op.register_fake(fake)
+    RUNS[op._opoverload] = run
     schema = torch.library.infer_schema(run, mutates_args=())
     _LIBRARY.define(f"{name}_kernels{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(f"{name}_kernels", run, "CompositeExplicitAutograd")
@@ -449,7 +454,15 @@ def as_function(run: Call, setup_context: Call, backward: Call) -> Call:
 
     Function.__name__ = run.__name__.strip("_")
     apply = apply_of(Function)
-    return lambda *args: apply(*[out_of_dead_transformation(x) if isinstance(x, Tensor) else x for x in args])
+
+    def call(*args: Any) -> Any:
+        return apply(*[out_of_dead_transformation(x) if isinstance(x, Tensor) else x for x in args])
+
+    if not os.environ.get(REPLAY) or INTERPRETED:
+        return call
+    from headmix_vision.ops.replay import replayed
+
+    return replayed(call, run, setup_context, backward)
 
 
 # Inputs for which kernels did not compile: the name of the op, and what its kernels depend on.
