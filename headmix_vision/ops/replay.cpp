@@ -213,7 +213,6 @@ struct Plan {
   std::vector<int> outputs, saved;
   std::vector<bool> differentiable;
   bool is_single = false, materialize = false;
-  std::string name;
   std::shared_ptr<Calls> backward;
 
   Plan(const Tape& recorded, const Optionals& of_outputs, const Optionals& of_saved) : tape(recorded) {
@@ -279,7 +278,7 @@ struct Backward : torch::autograd::Node {
 
   explicit Backward(std::shared_ptr<Plan> plan) : plan(std::move(plan)) {}
 
-  std::string name() const override { return plan->name; }
+  std::string name() const override { return "ReplayedBackward"; }
 
   void release_variables() override {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -370,7 +369,6 @@ PYBIND11_MODULE(headmix_vision_replay, module) {
       .def_readwrite("differentiable", &Plan::differentiable)
       .def_readwrite("is_single", &Plan::is_single)
       .def_readwrite("materialize", &Plan::materialize)
-      .def_readwrite("name", &Plan::name)
       .def_readwrite("backward", &Plan::backward);
   py::class_<Calls, std::shared_ptr<Calls>>(module, "Calls")
       .def(py::init<py::object, py::object>())

@@ -25,10 +25,11 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headmix_vision.ops import dispatch
@@ -135,45 +136,27 @@ def _tape(call: Call, args: Sequence[Any], tensors: Sequence[Tensor | None]) -> 
     return tape, results
 
 
-class Context:
-    """Stands in for the context of an autograd function."""
-
-    saved_tensors: tuple[Tensor | None, ...] = ()
-    left_out: tuple[Tensor, ...] = ()
-    materialize = True
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    def mark_non_differentiable(self, *outputs: Tensor) -> None:
-        self.left_out = outputs
-
-    def set_materialize_grads(self, value: bool) -> None:
-        self.materialize = value
-
-
 def replayed(ordinary: Call, run: Call, setup_context: Call, backward: Call) -> Call:
     """Return a function that replays ``ordinary``, the autograd function of the others, or calls it."""
-    name, calls = run.__name__.strip("_"), None
 
     def attempt(plan: Call, *args: Any) -> Any:
         try:
             return plan(*args) if dispatch.is_eager() else None
         except Exception as error:  # such calls stay ordinary ones
-            dispatch.warn_once(f"A call of {run.__module__}.{name} is not replayed: {error!r}"[:500])
+            dispatch.warn_once(f"A call of {run.__module__}.{run.__name__} is not replayed: {error!r}"[:500])
             return None
 
     def plan_forward(*args: Any) -> Any:
         places = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
         tape, results = _tape(run, args, [args[i] for i in places])
-        context, is_single = Context(), isinstance(results, Tensor)
+        context: Any = FunctionCtx()
         setup_context(context, args, results)
-        outputs = [results] if is_single else results
+        saved, not_differentiable = context.to_save, getattr(context, "non_differentiable", ())
+        context.to_save = context.non_differentiable = ()  # which the plan does not keep
+        outputs = [results] if isinstance(results, Tensor) else results
         if not all(any(x is y for y in tape.own) for x in outputs):
             raise NotImplementedError("an output may be a view")
-        differentiable = [all(x is not y for y in context.left_out) for x in outputs]
-        plan = extension().Plan(tape.steps, outputs, context.saved_tensors)
-        context.saved_tensors = context.left_out = ()
+        differentiable = [all(x is not y for y in not_differentiable) for x in outputs]
 
         def gradients(*given: Tensor | None) -> list[Tensor | None]:
             """Compute the gradients of tensors from the differentiable outputs' gradients and saved tensors."""
@@ -187,17 +170,18 @@ def replayed(ordinary: Call, run: Call, setup_context: Call, backward: Call) -> 
             tape, results = _tape(gradients, given, given)
             return extension().Plan(tape.steps, results, [])
 
-        plan.differentiable, plan.is_single, plan.materialize = differentiable, is_single, context.materialize
-        plan.name, plan.backward = f"{name}Backward", extension().Calls(gradients, partial(attempt, plan_backward))
+        plan = extension().Plan(tape.steps, outputs, saved)
+        plan.differentiable, plan.is_single = differentiable, isinstance(results, Tensor)
+        plan.materialize = getattr(context, "materialize_grads", True)
+        plan.backward = extension().Calls(gradients, partial(attempt, plan_backward))
         return plan
 
-    def call(*args: Any) -> Any:
-        nonlocal calls
-        if calls is None and extension() is None:
-            calls = ordinary
-        elif calls is None:
-            calls = extension().Calls(ordinary, partial(attempt, plan_forward))
-            _forget.append(calls.forget)
-        return calls(*args)
+    @lru_cache
+    def calls() -> Call:
+        if extension() is None:
+            return ordinary
+        made = extension().Calls(ordinary, partial(attempt, plan_forward))
+        _forget.append(made.forget)
+        return cast(Call, made)
 
-    return call
+    return lambda *args: calls()(*args)
