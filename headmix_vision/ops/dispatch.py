@@ -24,6 +24,7 @@ from headmix_vision.ops.runtime import (
     INTERPRETED,
     NO_KERNELS,
     KernelFailed,
+    _recording,
     constant_in_graphs,
     forgotten_with_plans,
     give_compilers_the_assembler,
@@ -438,8 +439,13 @@ def apply_of(function: type[torch.autograd.Function]) -> Call:
     return apply
 
 
-def as_function(run: Call, setup_context: Call, backward: Call) -> Call:
-    """Return a function of tensors with the gradients that are registered for its op."""
+def as_function(run: Call, setup_context: Call, backward: Call, *, may_replay: bool = True) -> Call:
+    """Return a function of tensors with the gradients that are registered for its op.
+
+    Args:
+        run, setup_context, backward: as they are registered for the op.
+        may_replay: replay the calls if ``HEADMIX_VISION_REPLAY`` asks for it; see ``replay.py``.
+    """
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -458,7 +464,7 @@ def as_function(run: Call, setup_context: Call, backward: Call) -> Call:
     def call(*args: Any) -> Any:
         return apply(*[out_of_dead_transformation(x) if isinstance(x, Tensor) else x for x in args])
 
-    if os.environ.get(REPLAY) != "1" or INTERPRETED:
+    if os.environ.get(REPLAY) != "1" or INTERPRETED or not may_replay:
         return call
     from headmix_vision.ops.replay import replayed
 
@@ -473,7 +479,7 @@ _AUTOGRAD = ("AutogradFunctionality", "AutogradCPU", "AutogradCUDA", "AutogradOt
 
 def stand_in(error: KernelFailed, allowed: bool, *inputs: Hashable) -> None:
     """Warn once that PyTorch computes such inputs instead, or raise the error where kernels were asked for."""
-    if not allowed:
+    if not allowed or _recording.tape is not None:  # a record of it would launch kernels and run PyTorch
         raise error
     FAILED.add(inputs)
     warn_once(f"{error}; the slower PyTorch implementation runs instead (impl='auto')")
@@ -487,6 +493,8 @@ def gradients_of(run: Callable[..., Any], inputs: Sequence[Tensor], d_outputs: S
         inputs: tensors of floating types.
         d_outputs: gradients of the outputs.
     """
+    if _recording.tape is not None:
+        raise NotImplementedError("autograd runs inside")
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD:
         excluded = excluded.remove(getattr(torch._C.DispatchKey, key))

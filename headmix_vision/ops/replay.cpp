@@ -1,6 +1,7 @@
 // Replay recorded calls of functions of tensors: allocate, launch kernels and call ops of PyTorch, without Python.
 // replay.py records the calls, and explains which calls are replayed.
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/DeviceGuard.h>
@@ -22,11 +23,16 @@ using Sizes = std::array<unsigned, 3>;
 
 namespace {
 
-// Return a function of the CUDA driver, which PyTorch has loaded; nothing is linked against it.
+// Return a function of the CUDA driver, which PyTorch has loaded, or null; nothing is linked against it.
+template <class F>
+F* find_in_driver(const char* name) {
+  void* library = dlopen("libcuda.so.1", RTLD_LAZY);
+  return library ? reinterpret_cast<F*>(dlsym(library, name)) : nullptr;
+}
+
 template <class F>
 F* of_driver(const char* name) {
-  void* library = dlopen("libcuda.so.1", RTLD_LAZY);
-  auto* function = library ? reinterpret_cast<F*>(dlsym(library, name)) : nullptr;
+  auto* function = find_in_driver<F>(name);
   TORCH_CHECK(function, "the CUDA driver is not there, or has no ", name);
   return function;
 }
@@ -40,6 +46,19 @@ void launch(void* kernel, Sizes grid, Sizes block, unsigned shared, void* stream
   int status = launch(kernel, x, y, z, block[0], block[1], block[2], shared, stream, parameters, nullptr);
   if (status) of_driver<int(int, const char**)>("cuGetErrorString")(status, &message);
   TORCH_CHECK(!status, "CUDA driver: ", message);
+}
+
+void* current_stream(c10::Device device) {  // tests replay on the CPU, which has none
+  c10::impl::VirtualGuardImpl backend(device.type());
+  return device.is_cuda() ? backend.getStreamNativeHandle(backend.getStream(device)) : nullptr;
+}
+
+// Return whether a CUDA graph may capture the current stream. Its calls are ordinary ones, which know what to keep.
+bool is_capturing(const Values& tensors) {
+  static auto* ask = find_in_driver<int(void*, int*)>("cuStreamIsCapturing");
+  auto first = std::find_if(tensors.begin(), tensors.end(), [](const Tensor& x) { return x.defined(); });
+  int status = 0;
+  return first == tensors.end() || !ask || (ask(current_stream(first->device()), &status) || status);
 }
 
 // Return the bytes of a parameter of a kernel, 0 after the last one.
@@ -60,23 +79,32 @@ struct Step {
 // tensors are constants.
 struct Tape {
   std::unordered_map<const c10::TensorImpl*, int> numbers;
+  std::unordered_set<const c10::StorageImpl*> storages;  // of the values
   Values constants;
   std::vector<Step> steps;
   int size = 0;
 
   explicit Tape(const Optionals& given) {
     for (const auto& x : given) {
-      if (x) numbers.emplace(x->unsafeGetTensorImpl(), size);
+      if (x) number(*x);
       ++size;
     }
   }
 
-  int find(const Tensor& x) const {
-    auto found = numbers.find(x.unsafeGetTensorImpl());
-    return found == numbers.end() ? -1 : found->second;
+  bool number(const Tensor& x) {
+    storages.insert(x.storage().unsafeGetStorageImpl());
+    return numbers.emplace(x.unsafeGetTensorImpl(), size).second;
   }
 
-  int add(const Tensor& x) { return numbers.emplace(x.unsafeGetTensorImpl(), size).second ? size++ : find(x); }
+  // Return the number of a value, -1 for a constant. A view that no op has made looks like a constant, but is none.
+  int find(const Tensor& x) const {
+    auto found = numbers.find(x.unsafeGetTensorImpl());
+    if (found != numbers.end()) return found->second;
+    TORCH_CHECK(!storages.count(x.storage().unsafeGetStorageImpl()), "a view was made without an op");
+    return -1;
+  }
+
+  int add(const Tensor& x) { return number(x) ? size++ : numbers.at(x.unsafeGetTensorImpl()); }
 
   void allocate(const Tensor& x) {
     int number = add(x);
@@ -123,16 +151,18 @@ struct Tape {
     auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
     auto kwargs = py::reinterpret_borrow<py::kwargs>(options);
     auto stack = torch::jit::createStackForSchema(handle.schema(), torch::jit::tuple_slice(args), kwargs, std::nullopt);
-    auto is_known = [&](const Tensor& x) { return find(x) >= 0; };
+    auto is_known = [&](const Tensor& x) { return numbers.count(x.unsafeGetTensorImpl()) > 0; };
     bool has_effect = handle.schema().is_mutable();
     if (!has_effect && std::all_of(outs.begin(), outs.end(), is_known)) return;
     std::vector<std::pair<size_t, int>> tensors;
     std::vector<int> reads, makes;
     for (size_t i = 0; i < stack.size(); ++i) {
       TORCH_CHECK(!stack[i].isTensorList() && !stack[i].isOptionalTensorList(), name, " takes a list of tensors");
-      if (!stack[i].isTensor() || !is_known(stack[i].toTensor())) continue;
-      reads.push_back(find(stack[i].toTensor()));
-      tensors.emplace_back(i, reads.back());
+      if (!stack[i].isTensor() || !stack[i].toTensor().defined()) continue;
+      int number = find(stack[i].toTensor());
+      if (number < 0) continue;
+      reads.push_back(number);
+      tensors.emplace_back(i, number);
       stack[i] = c10::IValue();
     }
     for (const auto& x : outs) makes.push_back(add(x));
@@ -159,6 +189,7 @@ struct Tape {
     }
     std::erase_if(steps, [](const Step& step) { return !step.has_effect; });
     numbers.clear();
+    storages.clear();
   }
 
   // Add the values that steps make to the given ones.
@@ -166,10 +197,10 @@ struct Tape {
     auto device = std::find_if(values.begin(), values.end(), [](const Tensor& x) { return x.defined(); })->device();
     c10::DeviceGuard guard(device);
     at::AutoDispatchBelowADInplaceOrView below;
-    c10::impl::VirtualGuardImpl backend(device.type());
-    // Tests replay on the CPU, which has no stream.
-    void* stream = device.is_cuda() ? backend.getStreamNativeHandle(backend.getStream(device)) : nullptr;
-    thread_local bool has_context = (at::zeros({1}, device), true);  // which a thread with cached memory may lack
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);  // its casts are steps
+    void* stream = current_stream(device);
+    thread_local std::unordered_set<c10::Device> has_context;  // which a thread with cached memory may lack
+    if (has_context.insert(device).second) at::zeros({1}, device);
     values.resize(size);
     for (const auto& step : steps) {
       step.run(values, stream);
@@ -199,10 +230,13 @@ bool describe(Key& key, const Values& tensors) {
 }
 
 // Begin a key with what a call may depend on of its thread: autocast, inference mode, all that dispatch keys stand for.
-Key describe_thread(bool requires_grad) {
+Key describe_thread() {
   auto state = c10::impl::tls_local_dispatch_key_set();
   auto excluded = state.excluded_.raw_repr() & ~c10::full_backend_mask;  // whose bits guards leave behind
-  return {static_cast<int64_t>(state.included_.raw_repr()), static_cast<int64_t>(excluded), requires_grad};
+  Key key = {static_cast<int64_t>(state.included_.raw_repr()), static_cast<int64_t>(excluded)};
+  for (auto device : {at::kCUDA, at::kCPU})
+    key.push_back(at::autocast::is_autocast_enabled(device) ? int64_t(at::autocast::get_autocast_dtype(device)) : -1);
+  return key;
 }
 
 struct Calls;
@@ -293,8 +327,8 @@ struct Backward : torch::autograd::Node {
       std::lock_guard<std::mutex> lock(mutex_);
       for (const auto& x : saved) tensors.push_back(x.unpack(shared_from_this()));
     }
-    auto key = describe_thread(false);
-    bool has_kind = !at::GradMode::is_enabled() && describe(key, tensors);
+    auto key = describe_thread();
+    bool has_kind = !at::GradMode::is_enabled() && describe(key, tensors) && !is_capturing(tensors);
     auto found = has_kind ? plan->backward->find(key) : nullptr;
     if (!found || !*found) {
       py::gil_scoped_acquire gil;
@@ -316,8 +350,11 @@ py::object Calls::call(py::args arguments) {
   Values tensors, outputs;
   std::vector<py::object> others;
   bool requires_grad = false, has_kind = true;
+  auto key = describe_thread();
+  key.push_back(arguments.size());
   for (auto argument : arguments) {
     auto* x = argument.ptr();
+    key.push_back(THPVariable_CheckExact(x) ? 0 : reinterpret_cast<int64_t>(x));
     if (THPVariable_CheckExact(x)) {
       tensors.push_back(THPVariable_Unpack(x));
       requires_grad |= tensors.back().requires_grad();
@@ -328,9 +365,8 @@ py::object Calls::call(py::args arguments) {
     }
   }
   requires_grad &= at::GradMode::is_enabled();
-  auto key = describe_thread(requires_grad);
-  for (const auto& x : others) key.push_back(reinterpret_cast<int64_t>(x.ptr()));
-  auto found = has_kind && describe(key, tensors) ? find(key) : nullptr;
+  key.push_back(requires_grad);
+  auto found = has_kind && describe(key, tensors) && !is_capturing(tensors) ? find(key) : nullptr;
   if (!found) {
     found = make(key, arguments);
     settings.insert(settings.end(), others.begin(), others.end());

@@ -1,14 +1,16 @@
 """Record eager calls of the ops, and replay them in C++: no Python runs in the forward or the backward pass.
 
-Set the environment variable ``HEADMIX_VISION_REPLAY=1`` for it. It needs a C++ compiler: ``replay.cpp`` is compiled at
-the first call, and cached where Triton caches kernels. The first call of a kind records its allocations, kernel
-launches and ops of PyTorch. They are replayed for this and all later calls of the kind.
+Set the environment variable ``HEADMIX_VISION_REPLAY=1`` for it before the package is imported. It needs a C++ compiler:
+``replay.cpp`` is compiled at the first call, and cached where Triton caches kernels. The first call of a kind records
+its allocations, kernel launches and ops of PyTorch. They are replayed for this and all later calls of the kind. Calls
+of Head-in-Head stay ordinary: they have not been compared on a GPU.
 
 Calls have the same kind if all that they may depend on agrees: the state of the thread (autocast, inference mode),
 whether autograd records, settings, and for each tensor its dispatch keys, type, device, shape, strides, address modulo
 16, and whether it is another argument, too. Calls that Python has to see stay ordinary ones: under compilers, tracers,
-dispatch modes and transformations of torch.func, of subclasses of tensors, in forward-mode differentiation, and in a
-backward pass that autograd records. So do calls that cannot be recorded; a warning says why.
+dispatch modes and transformations of torch.func, of subclasses of tensors, in forward-mode differentiation, in the
+capture of a CUDA graph, and in a backward pass that autograd records. So do calls that cannot be recorded; a warning
+says why. Compiled autograd cannot trace the backward pass of a replayed call.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ _PACKED = {"i8": "b", "i16": "h", "i32": "i", "i64": "q", "u8": "B", "u16": "H",
            "fp32": "f", "fp64": "d"}  # fmt: skip
 _SPECIAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
 _EMPTY = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided")
+_ABSOLUTE = ("aten::as_strided", "aten::as_strided_", "aten::set_")  # with an offset into a storage
 _UNREPEATABLE = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -93,9 +96,13 @@ class Tape(TorchDispatchMode):
                 return dispatch.RUNS[op](*args, **kwargs)
         if op is torch.ops.aten.detach.default:  # by torch.empty_like
             return args[0]
-        if _UNREPEATABLE & set(op.tags):
+        if _UNREPEATABLE & set(op.tags) or op._schema.name in _ABSOLUTE:
             raise NotImplementedError(f"{op} does not repeat itself")
-        out = op(*args, **kwargs)
+        _recording.tape = None  # another op may launch kernels of ours
+        try:
+            out = op(*args, **kwargs)
+        finally:
+            _recording.tape = self
         outs = list(out) if isinstance(out, (tuple, list)) else [out]
         self.held += outs
         if not any(result.alias_info for result in op._schema.returns):
@@ -151,8 +158,10 @@ def replayed(ordinary: Call, run: Call, setup_context: Call, backward: Call) -> 
         tape, results = _tape(run, args, [args[i] for i in places])
         context: Any = FunctionCtx()
         setup_context(context, args, results)
-        saved, not_differentiable = context.to_save, getattr(context, "non_differentiable", ())
+        saved, not_differentiable = (getattr(context, name, ()) for name in ("to_save", "non_differentiable"))
         context.to_save = context.non_differentiable = ()  # which the plan does not keep
+        if any(isinstance(x, Tensor) for x in vars(context).values()):
+            raise NotImplementedError("its context holds a tensor")
         outputs = [results] if isinstance(results, Tensor) else results
         if not all(any(x is y for y in tape.own) for x in outputs):
             raise NotImplementedError("an output may be a view")

@@ -465,7 +465,7 @@ class Launch:
             run(*pointers, *self._rest)  # of tensors the launcher would ask the driver
         else:
             compiled = self._compile_and_run(tensors)  # None from the interpreter, which compiles nothing
-            self._compiled[aligned], self._kernels[aligned] = compiled and compiled[self.grid], compiled
+            self._kernels[aligned], self._compiled[aligned] = compiled, compiled and compiled[self.grid]
             self._tables = [i for i, x in enumerate(tensors) if x is not None and x.dtype in INDEX_TYPES]
         if self._tables:
             keep_for_graphs([tensors[i] for i in self._tables])

@@ -5,12 +5,14 @@ import os
 import re
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
@@ -18,7 +20,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from headmix_vision.ops import TokenBlocks, grid_conv, head_in_head, mhla, runtime
-from headmix_vision.ops.dispatch import as_function
+from headmix_vision.ops.dispatch import _warned, as_function, without_dispatcher
+from headmix_vision.ops.head_in_head import triton_op as hih_op
+from headmix_vision.ops.replay import replayed
 from headmix_vision.ops.runtime import Launch, forget_plans, right_assembler
 
 CUDA = ctypes.CDLL("libcuda.so.1")
@@ -222,6 +226,137 @@ def test_no_grad_inference_and_threads_states(op):
         check(op, x, y, FACTOR)
 
 
+def test_calls_in_a_capture_are_ordinary(op):
+    replay(op, 4, 4)
+    x, y = draw(4, 4), draw(4, 4)
+    CUDA.capture(1)
+    try:
+        check(op, x, y, FACTOR)
+        check(op, draw(2, 9), draw(2, 9), FACTOR)
+        check(op, draw(2, 9), draw(2, 9), FACTOR)
+    finally:
+        CUDA.capture(0)
+    assert (op.forwards, op.backwards) == (4, 4)
+    check(op, x, y, FACTOR)
+    assert (op.forwards, op.backwards) == (4, 4)
+
+
+def test_a_changed_output_that_is_saved_raises(op):
+    replay(op, 4, 4)
+    out = op.apply(draw(4, 4).requires_grad_(), draw(4, 4), FACTOR)[0]
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_input_alone_requires_grad(op, which):
+    for _ in range(4):
+        inputs = [draw(4, 4), draw(4, 4)]
+        inputs[which].requires_grad_()
+        op.apply(*inputs, FACTOR)[0].sum().backward()
+        torch.testing.assert_close(inputs[which].grad, inputs[1 - which] * FACTOR)
+        assert inputs[1 - which].grad is None
+
+
+def test_anomaly_and_deterministic_modes_and_threads(op):
+    replay(op, 4, 4)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        check(op, draw(4, 4), draw(4, 4), FACTOR)
+    torch.use_deterministic_algorithms(True)
+    try:
+        check(op, draw(4, 4), draw(4, 4), FACTOR)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(check, op, draw(4, 4), draw(4, 4), FACTOR) for _ in range(40)]:
+            done.result()
+    assert (op.forwards, op.backwards) == (1, 1)
+
+
+def test_gradients_of_other_types_are_cast(op):
+    replay(op, 4, 4)
+    x, y, d_out = draw(4, 4).requires_grad_(), draw(4, 4), draw(4, 4).float()
+    op.apply(x, y, FACTOR)[0].backward(d_out)
+    assert x.grad.dtype == torch.float64
+    torch.testing.assert_close(x.grad, d_out.double() * y * FACTOR)
+
+
+def test_tensors_of_ended_transformations(op):
+    replay(op, 4, 4)
+    kept = []
+    torch.func.grad(lambda x: kept.append(x) or x.sum())(draw(4, 4))
+    for _ in range(3):
+        torch.testing.assert_close(op.apply(kept[0], kept[0], FACTOR)[0], kept[0] * kept[0] * FACTOR)
+
+
+class Forward(Op):
+    """An op without gradients, whose forward pass is given."""
+
+    def __init__(self, forward, setup_context=lambda *_: None):
+        self.run, self.set_up = forward, setup_context
+        super().__init__()
+
+    def _forward(self, *args):
+        self.forwards += 1
+        return self.run(self, *args)
+
+    def _setup_context(self, *args):
+        self.set_up(*args)
+
+    def product(self, x, y, factor=1.0):
+        out = x.new_empty(x.shape)
+        self._multiply(out, x, y, factor)
+        return out
+
+
+def test_places_of_missing_tensors_are_a_part_of_the_kind(op):
+    op = Forward(lambda op, x, y, z: op.product(x, y, 2.0) if z is None else op.product(x, z, 3.0))
+    x, y = draw(4, 4), draw(4, 4)
+    for _ in range(3):
+        torch.testing.assert_close(op.apply(x, y, None), x * y * 2)
+        torch.testing.assert_close(op.apply(x, None, y), x * y * 3)
+    assert op.forwards == 2
+
+
+def test_types_of_autocast_are_a_part_of_the_kind(op):
+    op = Forward(lambda op, x, y: op.product(x, (y.float() @ y.float()).double()))
+    x, y = torch.eye(64, dtype=torch.float64), draw(64, 64)
+    for _ in range(3):
+        found = {}
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype=dtype):
+                found[dtype] = op.apply(x, y)
+                assert torch.equal(found[dtype], x * (y.to(dtype) @ y.to(dtype)).double())
+    assert op.forwards == 2 and not torch.equal(*found.values())
+
+
+def hide(x):
+    """Return a view that no mode sees."""
+    with _disable_current_modes():
+        return x.view(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("forward", "setup_context", "message"),
+    [
+        (lambda op, x: op.product(hide(x), x), lambda *_: None, "a view was made without an op"),
+        (lambda op, x: op.product(x, x.as_strided((3, 3), (3, 1), 0)), lambda *_: None, "does not repeat itself"),
+        (lambda op, x: op.product(x, torch.rand_like(x)), lambda *_: None, "does not repeat itself"),
+        (lambda op, x: op.product(x, x), lambda ctx, *_: setattr(ctx, "kept", draw(1)), "its context holds a tensor"),
+        (lambda op, x: x.view(9), lambda *_: None, "launches no kernel"),
+    ],
+    ids=["hidden view", "absolute offset", "random numbers", "tensor of a context", "no launch"],
+)
+def test_calls_that_do_not_repeat_are_ordinary(op, forward, setup_context, message):
+    op = Forward(forward, setup_context)
+    _warned.clear()
+    with pytest.warns(UserWarning, match=f"not replayed: .*{message}"):
+        for _ in range(3):
+            op.apply(draw(3, 3))
+    assert op.forwards == 4
+
+
 def test_errors_of_the_driver_are_raised(op):
     replay(op, 4, 4)
     x, y = draw(4, 4).requires_grad_(), draw(4, 4)
@@ -259,18 +394,20 @@ class DriverKernel(ctypes.Structure):
     _fields_ = (("count", ctypes.c_int), ("sizes", ctypes.c_int * 96), ("run", ctypes.c_void_p))
 
 
+KEPT = []  # as long as Triton keeps what it has compiled
+
+
 @pytest.fixture(params=[(9, 0), (8, 9)], ids=str)
 def gpu(request, monkeypatch):
     """Compile for a GPU that is not there; Triton's launcher and ours reach the driver that stands in."""
-    kept = []
 
     def compile(kernel, key, signature, device, constants, options, attributes, warmup):
         source = kernel.ASTSource(kernel, signature, constants, attributes)
         with right_assembler():
             compiled = triton.compile(source, target=target, options=options.__dict__)
         sizes = parameters_of(compiled.asm["ptx"])
-        kept.append(DriverKernel(len(sizes), (ctypes.c_int * 96)(*sizes)))
-        compiled.module, compiled.function = compiled, ctypes.addressof(kept[-1])
+        KEPT.append(DriverKernel(len(sizes), (ctypes.c_int * 96)(*sizes)))
+        compiled.module, compiled.function = compiled, ctypes.addressof(KEPT[-1])
         compiled._run = CudaLauncher(compiled.src, compiled.metadata)
         kernel.device_caches[device][0][key] = compiled
         return compiled
@@ -310,9 +447,24 @@ CASES = {
 }  # fmt: skip
 
 
+def replay_head_in_head(monkeypatch):
+    """Replay its calls, too, which stay ordinary otherwise."""
+    functions = hih_op._forward, hih_op._setup_context, hih_op._backward
+    function = replayed(as_function(*functions, may_replay=False), *functions)
+    call = without_dispatcher(hih_op._forward_op, function, differentiable=True)
+    monkeypatch.setattr(hih_op, "_call_forward", call)
+
+
+def test_head_in_head_is_not_replayed(gpu):
+    inputs, op = CASES["head_in_head"]()
+    for _ in range(3):
+        assert op(*inputs).grad_fn.name() == "FunctionBackward"
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_launches_are_those_of_triton(gpu, case):
+def test_launches_are_those_of_triton(gpu, case, monkeypatch):
     """All that reaches the driver is equal, but for the addresses of tensors that live within a call."""
+    replay_head_in_head(monkeypatch)
     inputs, op = CASES[case]()
     d_out, launches = torch.zeros_like(op(*inputs)), []
     forget_plans()
@@ -330,5 +482,5 @@ def test_launches_are_those_of_triton(gpu, case):
         torch.autograd.grad(out, inputs, d_out)
         launches.append([*take()])
     assert out.grad_fn.name() == "ReplayedBackward"
-    for recorded, *replayed in (launches[::2], launches[1::2]):  # by Triton, and then by us
-        assert recorded == 2 * replayed[0] and replayed[0] == replayed[1] == replayed[2]
+    for first, *later in (launches[::2], launches[1::2]):  # by Triton, and then by us
+        assert first == 2 * later[0] and later[0] == later[1] == later[2]
