@@ -117,6 +117,7 @@ EMOJI, LARGE = f"{OF}/emoji/results.csv", f"{OF}/emoji/large.csv"
 DEMOS, DIGITS, RANK = f"{OF}/demos/results.csv", f"{OF}/digits/results.csv", f"{OF}/attention_matrices/rank.csv"
 MIXES, COMPRESS, COUNTING = (f"{OF}/{name}/results.csv" for name in ("head_mixes", "compress", "counting"))
 RECALL, RATES = f"{OF}/recall/results.csv", f"{OF}/stable_rates/results.csv"
+EMOJI_CLIPS = f"{OF}/animated_emoji/results.csv"
 CLIPS, DISTILLED = f"{OF}/moving_digits/results.csv", f"{OF}/moving_digits/distilled.csv"
 SWAP, SWAP_EMOJI = f"{OF}/swap/fashion_mnist.csv", f"{OF}/swap/emoji.csv"
 JUDGES = f"{OF}/emoji_classifiers"
@@ -801,12 +802,36 @@ CLAIMS = (
     ),
     Claim(
         "experiments/swap/README.md",
-        r"MHLA loses # points by k-NN of patches",
+        r"MHLA by k-NN of patches from # to # %, teacher #\.",
         lambda: [
-            cell(SWAP_EMOJI, "knn_patch_mean", row="teacher")
-            - cell(SWAP_EMOJI, "knn_patch_mean", row="mhla", stage="attention")
+            *(cell(SWAP_EMOJI, "knn_patch_mean", row="mhla", stage=stage) for stage in ("attention", "features")),
+            cell(SWAP_EMOJI, "knn_patch_mean", row="teacher"),
         ],
         SWAP_EMOJI,
+    ),
+    Claim(
+        "experiments/swap/README.md",
+        r"or above it \(cosine #\), the hybrid within .3 or above it \(#\): bars met, in # to # minutes",
+        lambda: [
+            *(cell(SWAP_EMOJI, "cosine_patches", row=row, stage="features") for row in ("mhla", "hybrid")),
+            *(cell(SWAP_EMOJI, "minutes", row=row, stage="features") for row in ("hybrid", "mhla")),
+        ],
+        SWAP_EMOJI,
+    ),
+    Claim(
+        "experiments/animated_emoji/README.md",
+        r"FVD of the best is #, of other real clips #\.",
+        lambda: [
+            cell(EMOJI_CLIPS, "fvd", row="softmax", split="test"),
+            cell(EMOJI_CLIPS, "fvd", row="validation pictures"),
+        ],
+        EMOJI_CLIPS,
+    ),
+    Claim(
+        "experiments/README.md",
+        r"FVD # softmax, # hybrid, # MHLA without CPE",
+        lambda: [cell(EMOJI_CLIPS, "fvd", row=row, split="test") for row in ("softmax", "hybrid", "mhla")],
+        EMOJI_CLIPS,
     ),
     Claim(
         "experiments/emoji/README.md",

@@ -18,7 +18,7 @@ from headmix_vision.runs.networks import create_generator
 CORES = ("softmax", "linear", "mhla", "hih")
 MODELS = {
     f"{core}{suffix}": (core, {"cpe": cpe}) for suffix, cpe in (("", False), ("-cpe", True)) for core in CORES
-} | {"hybrid": ("mhla", {"cpe": False, "softmax_every": 3})}
+} | {f"hybrid{suffix}": ("mhla", {"cpe": cpe, "softmax_every": 3}) for suffix, cpe in (("", False), ("-cpe", True))}
 BASE = CORES
 REAL = "validation pictures"
 

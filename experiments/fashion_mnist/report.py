@@ -8,16 +8,10 @@ from headmix_lab.sweeps.recorded import network_table
 from headmix_lab.tables import read_csv, recorded
 
 FOLDER = Path(__file__).parent
-CORES, GENERATORS = FOLDER / "cores.csv", FOLDER / "generators.csv"
-CLAIMS = recorded(
-    FOLDER,
-    {
-        CORES.stem: "attention in classifiers of Fashion-MNIST",
-        GENERATORS.stem: "attention in models that draw Fashion-MNIST",
-    },
-)
+_KINDS = {"cores": "classifiers of Fashion-MNIST", "generators": "models that draw Fashion-MNIST"}
+CLAIMS = recorded(FOLDER, {name: f"attention in {kind}" for name, kind in _KINDS.items()})
 _TABLES = {
-    CORES.stem: lambda: network_table(CORES, "val_percent", "test_top1_percent"),
-    GENERATORS.stem: lambda: quality(read_csv(GENERATORS, split=TEST)),
+    "cores": lambda: network_table(FOLDER / "cores.csv", "val_percent", "test_top1_percent"),
+    "generators": lambda: quality(read_csv(FOLDER / "generators.csv", split=TEST)),
 }
 TABLES = {f"fashion_mnist_{name}": table for name, table in _TABLES.items() if name in CLAIMS}

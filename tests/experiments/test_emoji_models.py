@@ -109,7 +109,7 @@ def test_models_of_clips_are_trained_drawn_and_scored(clips: Path, tmp_path: Pat
     assert all(float(row[name]) >= 0 for row in (drawn, real) for name in ("fvd", "frame_fid", "sheets_fvd", "loop"))
     assert float(real["loop"]) > 1.2 and real["fvd_frozen"] and not drawn["fvd_frozen"]
     assert "| hybrid |" in capsys.readouterr().out
-    assert all((tmp_path / f"animated_emoji{name}.gif").stat().st_size > 500 for name in ("", "_cores", "_neighbours"))
+    assert all((tmp_path / f"animated_emoji{name}.webp").stat().st_size > 500 for name in ("", "_cores", "_neighbours"))
     assert ">test split</text>" in (tmp_path / "animated_emoji_distances.svg").read_text()
 
 
