@@ -1,4 +1,7 @@
-"""How models leave Python: torch.jit.trace, ONNX; torch.export stands with the suites of the models."""
+"""How models leave Python: torch.jit.trace, ONNX, AOTInductor; torch.export stands with the suites of the models."""
+
+import subprocess
+import sys
 
 import pytest
 import timm
@@ -77,3 +80,23 @@ def test_onnx_computes_the_same(name, tmp_path):
     (images,) = inputs(name, 3)
     (out,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
     torch.testing.assert_close(torch.from_numpy(out), model(images), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deit_mhla_digits", "deit_hih_digits"])
+def test_a_package_of_aotinductor_runs_without_this_package(name, tmp_path, monkeypatch):
+    """On a GPU, too: its kernels are in the package."""
+    monkeypatch.setenv("HEADMIX_VISION_COMPILED", "inline")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = network(name).to(device)
+    images = torch.randn(5, 1, 8, 8, device=device)
+    batch = torch.export.Dim("batch", min=1, max=64)
+    exported = torch.export.export(model, (images[:2],), dynamic_shapes=({0: batch},))
+    package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+    torch.save((images, model(images)), tmp_path / "pair.pt")
+    script = (
+        "import sys, torch; images, expected = torch.load(sys.argv[2]);"
+        "found = torch._inductor.aoti_load_package(sys.argv[1])(images);"
+        "torch.testing.assert_close(found, expected); assert 'headmix_vision' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-I", "-c", script, package, tmp_path / "pair.pt"], check=True)
