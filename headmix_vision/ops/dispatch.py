@@ -24,6 +24,7 @@ from headmix_vision.ops.runtime import (
     INTERPRETED,
     NO_KERNELS,
     KernelFailed,
+    _recording,
     constant_in_graphs,
     forgotten_with_plans,
     give_compilers_the_assembler,
@@ -310,6 +311,10 @@ def is_inline() -> bool:
     return torch.compiler.is_compiling() and not INTERPRETED and way_in_graphs() != "opaque"
 
 
+REPLAY = "HEADMIX_VISION_REPLAY"
+RUNS: dict[Any, Call] = {}  # the function of each op
+
+
 class NotRecorded(Exception):
     """A graph cannot launch the kernels of a call itself."""
 
@@ -333,6 +338,7 @@ def register(name: str, run: Call, fake: Call, record: Call | None = None, kerne
     """
     op: Any = torch.library.custom_op(f"headmix_vision::{name}", run, mutates_args=())
     op.register_fake(fake)
+    RUNS[op._opoverload] = run
     schema = torch.library.infer_schema(run, mutates_args=())
     _LIBRARY.define(f"{name}_kernels{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(f"{name}_kernels", run, "CompositeExplicitAutograd")
@@ -433,8 +439,13 @@ def apply_of(function: type[torch.autograd.Function]) -> Call:
     return apply
 
 
-def as_function(run: Call, setup_context: Call, backward: Call) -> Call:
-    """Return a function of tensors with the gradients that are registered for its op."""
+def as_function(run: Call, setup_context: Call, backward: Call, *, may_replay: bool = True) -> Call:
+    """Return a function of tensors with the gradients that are registered for its op.
+
+    Args:
+        run, setup_context, backward: as they are registered for the op.
+        may_replay: replay the calls if ``HEADMIX_VISION_REPLAY`` asks for it; see ``replay.py``.
+    """
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -449,7 +460,15 @@ def as_function(run: Call, setup_context: Call, backward: Call) -> Call:
 
     Function.__name__ = run.__name__.strip("_")
     apply = apply_of(Function)
-    return lambda *args: apply(*[out_of_dead_transformation(x) if isinstance(x, Tensor) else x for x in args])
+
+    def call(*args: Any) -> Any:
+        return apply(*[out_of_dead_transformation(x) if isinstance(x, Tensor) else x for x in args])
+
+    if os.environ.get(REPLAY) != "1" or INTERPRETED or not may_replay:
+        return call
+    from headmix_vision.ops.replay import replayed
+
+    return replayed(call, run, setup_context, backward)
 
 
 # Inputs for which kernels did not compile: the name of the op, and what its kernels depend on.
@@ -460,7 +479,7 @@ _AUTOGRAD = ("AutogradFunctionality", "AutogradCPU", "AutogradCUDA", "AutogradOt
 
 def stand_in(error: KernelFailed, allowed: bool, *inputs: Hashable) -> None:
     """Warn once that PyTorch computes such inputs instead, or raise the error where kernels were asked for."""
-    if not allowed:
+    if not allowed or _recording.tape is not None:  # a record of it would launch kernels and run PyTorch
         raise error
     FAILED.add(inputs)
     warn_once(f"{error}; the slower PyTorch implementation runs instead (impl='auto')")
@@ -474,6 +493,8 @@ def gradients_of(run: Callable[..., Any], inputs: Sequence[Tensor], d_outputs: S
         inputs: tensors of floating types.
         d_outputs: gradients of the outputs.
     """
+    if _recording.tape is not None:
+        raise NotImplementedError("autograd runs inside")
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD:
         excluded = excluded.remove(getattr(torch._C.DispatchKey, key))

@@ -363,10 +363,12 @@ class _Recording(threading.local):
     Attributes:
         tables: the traced tensor for each index table, by the table's ``id``.
         check: compile each kernel before it is recorded.
+        tape: records launches as they run; see ``replay.py``.
     """
 
     on = False
     check = False
+    tape: Any = None
     tables: Mapping[int, Tensor] = {}
 
 
@@ -448,6 +450,7 @@ class Launch:
         self.kernel, self.numbers, self.constants = kernel, tuple(numbers), dict(constants)
         self.grid = (*grid, 1, 1)[:3]
         self._compiled: dict[tuple[bool | None, ...], Any] = {}
+        self._kernels: dict[tuple[bool | None, ...], Any] = {}
         self._tables: list[int] = []  # which tensors are index tables
         if torch.version.hip is not None:
             self.constants.pop("maxnreg", None)  # AMD's compiler takes no number of registers
@@ -464,10 +467,13 @@ class Launch:
             run(*pointers, *self._rest)  # of tensors the launcher would ask the driver
         else:
             compiled = self._compile_and_run(tensors)  # None from the interpreter, which compiles nothing
-            self._compiled[aligned] = compiled and compiled[self.grid]
+            self._kernels[aligned], self._compiled[aligned] = compiled, compiled and compiled[self.grid]
             self._tables = [i for i, x in enumerate(tensors) if x is not None and x.dtype in INDEX_TYPES]
         if self._tables:
             keep_for_graphs([tensors[i] for i in self._tables])
+        if _recording.tape is not None:
+            named = dict(zip(self.kernel.arg_names, (*tensors, *self.numbers), strict=False))
+            _recording.tape.launch(self._kernels[aligned], self.grid, named | self.constants)
 
     def _record(self, tensors: tuple[Tensor | None, ...]) -> None:
         """Record the launch. Compiled graphs launch the kernel themselves, without a limit of registers."""

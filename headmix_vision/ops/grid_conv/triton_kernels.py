@@ -217,7 +217,7 @@ def in_rows(x: Tensor) -> Tensor:
 
 def taps_first(weight: Tensor) -> Tensor:
     """Copy [C, 1, *extents] to [K, C] in float32, where a tap's weights of neighbouring channels are neighbours."""
-    return weight.new_empty(weight[0].numel(), len(weight), dtype=torch.float32).copy_(weight.flatten(1).T)
+    return weight.new_empty(weight.shape[1:].numel(), len(weight), dtype=torch.float32).copy_(weight.flatten(1).T)
 
 
 @planned

@@ -1,0 +1,486 @@
+"""Replayed calls without a GPU. `test_replay.py` runs this file beside a driver that stands in for CUDA's."""
+
+import ctypes
+import os
+import re
+import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import checkpoint
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from headmix_vision.ops import TokenBlocks, grid_conv, head_in_head, mhla, runtime
+from headmix_vision.ops.dispatch import _warned, as_function, without_dispatcher
+from headmix_vision.ops.head_in_head import triton_op as hih_op
+from headmix_vision.ops.replay import replayed
+from headmix_vision.ops.runtime import Launch, forget_plans, right_assembler
+
+CUDA = ctypes.CDLL("libcuda.so.1")
+CUDA.take.restype = ctypes.c_char_p
+
+
+class Kernel:
+    """Stands in for a kernel of Triton, before and after it is compiled."""
+
+    __name__ = "product_kernel"
+    arg_names = ("out", "x", "y", "n", "factor")
+    src = SimpleNamespace(signature=dict(zip(arg_names, ("*fp64", "*fp64", "*fp64", "i32", "fp32"), strict=True)))
+    metadata = SimpleNamespace(name=__name__, num_ctas=1, num_warps=2, shared=0)
+    function = ctypes.addressof(ctypes.c_char.in_dll(CUDA, "product_kernel"))
+    global_scratch_size = profile_scratch_size = launch_cooperative_grid = launch_pdl = 0
+
+    @property
+    def run(self):
+        return self
+
+    def __getitem__(self, grid):
+        def launch(out, x, y, n, factor, **_):
+            values = (out, x, y)
+            values = [v if isinstance(v, int) else v.data_ptr() for v in values]
+            values = [*map(ctypes.c_uint64, values), ctypes.c_int(n), ctypes.c_float(factor)]
+            values += [ctypes.c_uint64(0), ctypes.c_uint64(0)]
+            pointers = (ctypes.c_void_p * 7)(*map(ctypes.addressof, values))
+            CUDA.cuLaunchKernel(ctypes.c_void_p(self.function), *grid, 64, 1, 1, 0, None, pointers, None)
+            return self
+
+        return launch
+
+
+class Op:
+    """An op of two tensors, whose functions count their calls: out = 3 x y, and x y summed from a zero."""
+
+    def __init__(self):
+        self.forwards = self.backwards = 0
+        self.apply = as_function(self._forward, self._setup_context, self._backward)
+
+    def _multiply(self, out, x, y, factor):
+        Launch(Kernel(), (1,), (out.numel(), factor), {})(out, x.contiguous(), y.contiguous())
+
+    def _forward(self, x, y, factor):
+        self.forwards += 1
+        out, other = x.new_empty(x.shape), torch.empty_like(x)
+        self._multiply(out, x, y, factor)
+        other.copy_(out.flatten().sum().expand(x.shape))
+        return out, other
+
+    def _setup_context(self, ctx, inputs, output):
+        x, y, ctx.factor = inputs
+        ctx.save_for_backward(x, None, y, output[0])
+        ctx.mark_non_differentiable(output[1])
+
+    def _backward(self, ctx, d_out, _):
+        self.backwards += 1
+        x, nothing, y, _ = ctx.saved_tensors
+        assert nothing is None
+        d_x, d_y = x.new_empty(x.shape), x.new_zeros((2, *x.shape))
+        self._multiply(d_x, d_out, y, ctx.factor)
+        self._multiply(d_y[1], d_out, x, ctx.factor)
+        return d_x, d_y.sum(0), None
+
+
+@pytest.fixture
+def op(monkeypatch):
+    monkeypatch.setattr(runtime, "find_gpu", lambda device: runtime.Gpu("no GPU", (8, 9), 99 << 10))
+    return Op()
+
+
+def draw(*shape):
+    return torch.rand(shape, dtype=torch.float64)
+
+
+def check(op, x, y, factor=3.0, d_out=None):
+    """Call with gradients, and compare."""
+    x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
+    out, other = op.apply(x, y, factor)
+    d_out = draw(*x.shape) if d_out is None else d_out
+    d_x, d_y = torch.autograd.grad(out, (x, y), d_out)
+    torch.testing.assert_close(out, x * y * factor)
+    torch.testing.assert_close(other, out.sum().expand(x.shape))
+    assert not other.requires_grad
+    torch.testing.assert_close(d_x, d_out * y * factor)
+    torch.testing.assert_close(d_y, d_out * x * factor)
+
+
+FACTOR = 3.0  # settings are compared by identity
+
+
+def replay(op, *shape):
+    """Call often enough for a replay in both passes, and return how often Python has run."""
+    for _ in range(5):
+        check(op, draw(*shape), draw(*shape), FACTOR)
+    return op.forwards, op.backwards
+
+
+def test_second_call_runs_no_python(op):
+    assert replay(op, 4, 5) == (1, 1)
+    assert replay(op, 4, 5) == (1, 1)
+
+
+def test_each_kind_is_its_own(op):
+    replay(op, 4, 6)
+    for _ in range(4):
+        check(op, draw(4, 6), draw(4, 6), 2.0)
+        check(op, draw(3, 6), draw(3, 6), FACTOR)
+        check(op, draw(6, 4).T, draw(4, 6), FACTOR)
+        check(op, draw(25)[1:].view(4, 6), draw(4, 6), FACTOR)
+        check(op, draw(4, 6), draw(4, 6), FACTOR, d_out=draw(1).expand(4, 6))
+        check(op, draw(4, 6), draw(4, 6), FACTOR, d_out=draw(4, 12)[:, ::2])
+
+
+def test_one_tensor_twice(op):
+    x = draw(3, 4)
+    for _ in range(4):
+        out, _ = op.apply(x, x, FACTOR)
+        torch.testing.assert_close(out, x * x * FACTOR)
+    y = draw(3, 4)
+    for _ in range(4):
+        torch.testing.assert_close(op.apply(x, y, FACTOR)[0], x * y * FACTOR)
+
+
+def test_results_own_their_memory(op):
+    replay(op, 4, 4)
+    x, y = draw(4, 4), draw(4, 4)
+    first = op.apply(x, y, FACTOR)[0]
+    kept = first.clone()
+    op.apply(y, y.clone(), FACTOR)
+    assert torch.equal(first, kept)
+
+
+def test_changed_inputs_and_freed_tensors_raise(op):
+    replay(op, 4, 4)
+    x, y = draw(4, 4).requires_grad_(), draw(4, 4)
+    z = x + 1
+    out = op.apply(z, y, FACTOR)[0]
+    z.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    out = op.apply(x + 1, y, FACTOR)[0]
+    out.sum().backward(retain_graph=True)
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        out.sum().backward()
+
+
+def test_saved_tensors_go_with_the_backward_pass(op):
+    replay(op, 4, 4)
+    x, y = draw(4, 4).requires_grad_(), draw(4, 4)
+    z = x + 1
+    out, alive = op.apply(z, y, FACTOR)[0], weakref.ref(z)
+    del z
+    assert alive() is not None
+    loss = out.sum()
+    loss.backward()
+    assert alive() is None
+
+
+def test_hooks_and_checkpoints(op):
+    seen = {"packed": 0, "unpacked": 0, "output": 0, "node": 0}
+
+    def hook(name, x, factor=1):
+        seen[name] += 1
+        return x if factor == 1 else factor * x
+
+    y = draw(4, 4)
+    for _ in range(5):
+        x = draw(4, 4).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(partial(hook, "packed"), partial(hook, "unpacked")):
+            out = op.apply(x, y, FACTOR)[0]
+        out.register_hook(partial(hook, "output", factor=2))
+        out.grad_fn.register_prehook(partial(hook, "node"))
+        out.backward(torch.ones(4, 4, dtype=torch.float64))
+        torch.testing.assert_close(x.grad, 2 * y * FACTOR)
+    assert seen == {"packed": 15, "unpacked": 15, "output": 5, "node": 5}
+    for _ in range(5):
+        x = draw(4, 4).requires_grad_()
+        checkpoint(lambda x: op.apply(x + 1, y, FACTOR)[0], x, use_reentrant=False).sum().backward()
+        torch.testing.assert_close(x.grad, y * FACTOR)
+
+
+def test_gradients_of_gradients_are_ordinary(op):
+    replay(op, 4, 4)
+    before = op.backwards
+    x, y = draw(4, 4).requires_grad_(), draw(4, 4)
+    torch.autograd.grad(op.apply(x, y, FACTOR)[0].sum(), x, create_graph=True)
+    assert op.backwards == before + 1
+
+
+def test_no_grad_inference_and_threads_states(op):
+    x, y = draw(4, 4).requires_grad_(), draw(4, 4)
+    for _ in range(4):
+        with torch.no_grad():
+            assert not op.apply(x, y, FACTOR)[0].requires_grad
+        with torch.inference_mode():
+            assert op.apply(x, y, FACTOR)[0].is_inference()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            check(op, x, y, FACTOR)
+        check(op, x, y, FACTOR)
+
+
+def test_calls_in_a_capture_are_ordinary(op):
+    replay(op, 4, 4)
+    x, y = draw(4, 4), draw(4, 4)
+    CUDA.capture(1)
+    try:
+        check(op, x, y, FACTOR)
+        check(op, draw(2, 9), draw(2, 9), FACTOR)
+        check(op, draw(2, 9), draw(2, 9), FACTOR)
+    finally:
+        CUDA.capture(0)
+    assert (op.forwards, op.backwards) == (4, 4)
+    check(op, x, y, FACTOR)
+    assert (op.forwards, op.backwards) == (4, 4)
+
+
+def test_a_changed_output_that_is_saved_raises(op):
+    replay(op, 4, 4)
+    out = op.apply(draw(4, 4).requires_grad_(), draw(4, 4), FACTOR)[0]
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_input_alone_requires_grad(op, which):
+    for _ in range(4):
+        inputs = [draw(4, 4), draw(4, 4)]
+        inputs[which].requires_grad_()
+        op.apply(*inputs, FACTOR)[0].sum().backward()
+        torch.testing.assert_close(inputs[which].grad, inputs[1 - which] * FACTOR)
+        assert inputs[1 - which].grad is None
+
+
+def test_anomaly_and_deterministic_modes_and_threads(op):
+    replay(op, 4, 4)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        check(op, draw(4, 4), draw(4, 4), FACTOR)
+    torch.use_deterministic_algorithms(True)
+    try:
+        check(op, draw(4, 4), draw(4, 4), FACTOR)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(check, op, draw(4, 4), draw(4, 4), FACTOR) for _ in range(40)]:
+            done.result()
+    assert (op.forwards, op.backwards) == (1, 1)
+
+
+def test_gradients_of_other_types_are_cast(op):
+    replay(op, 4, 4)
+    x, y, d_out = draw(4, 4).requires_grad_(), draw(4, 4), draw(4, 4).float()
+    op.apply(x, y, FACTOR)[0].backward(d_out)
+    assert x.grad.dtype == torch.float64
+    torch.testing.assert_close(x.grad, d_out.double() * y * FACTOR)
+
+
+def test_tensors_of_ended_transformations(op):
+    replay(op, 4, 4)
+    kept = []
+    torch.func.grad(lambda x: kept.append(x) or x.sum())(draw(4, 4))
+    for _ in range(3):
+        torch.testing.assert_close(op.apply(kept[0], kept[0], FACTOR)[0], kept[0] * kept[0] * FACTOR)
+
+
+class Forward(Op):
+    """An op without gradients, whose forward pass is given."""
+
+    def __init__(self, forward, setup_context=lambda *_: None):
+        self.run, self.set_up = forward, setup_context
+        super().__init__()
+
+    def _forward(self, *args):
+        self.forwards += 1
+        return self.run(self, *args)
+
+    def _setup_context(self, *args):
+        self.set_up(*args)
+
+    def product(self, x, y, factor=1.0):
+        out = x.new_empty(x.shape)
+        self._multiply(out, x, y, factor)
+        return out
+
+
+def test_places_of_missing_tensors_are_a_part_of_the_kind(op):
+    op = Forward(lambda op, x, y, z: op.product(x, y, 2.0) if z is None else op.product(x, z, 3.0))
+    x, y = draw(4, 4), draw(4, 4)
+    for _ in range(3):
+        torch.testing.assert_close(op.apply(x, y, None), x * y * 2)
+        torch.testing.assert_close(op.apply(x, None, y), x * y * 3)
+    assert op.forwards == 2
+
+
+def test_types_of_autocast_are_a_part_of_the_kind(op):
+    op = Forward(lambda op, x, y: op.product(x, (y.float() @ y.float()).double()))
+    x, y = torch.eye(64, dtype=torch.float64), draw(64, 64)
+    for _ in range(3):
+        found = {}
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype=dtype):
+                found[dtype] = op.apply(x, y)
+                assert torch.equal(found[dtype], x * (y.to(dtype) @ y.to(dtype)).double())
+    assert op.forwards == 2 and not torch.equal(*found.values())
+
+
+def hide(x):
+    """Return a view that no mode sees."""
+    with _disable_current_modes():
+        return x.view(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("forward", "setup_context", "message"),
+    [
+        (lambda op, x: op.product(hide(x), x), lambda *_: None, "a view was made without an op"),
+        (lambda op, x: op.product(x, x.as_strided((3, 3), (3, 1), 0)), lambda *_: None, "does not repeat itself"),
+        (lambda op, x: op.product(x, torch.rand_like(x)), lambda *_: None, "does not repeat itself"),
+        (lambda op, x: op.product(x, x), lambda ctx, *_: setattr(ctx, "kept", draw(1)), "its context holds a tensor"),
+        (lambda op, x: x.view(9), lambda *_: None, "launches no kernel"),
+    ],
+    ids=["hidden view", "absolute offset", "random numbers", "tensor of a context", "no launch"],
+)
+def test_calls_that_do_not_repeat_are_ordinary(op, forward, setup_context, message):
+    op = Forward(forward, setup_context)
+    _warned.clear()
+    with pytest.warns(UserWarning, match=f"not replayed: .*{message}"):
+        for _ in range(3):
+            op.apply(draw(3, 3))
+    assert op.forwards == 4
+
+
+def test_errors_of_the_driver_are_raised(op):
+    replay(op, 4, 4)
+    x, y = draw(4, 4).requires_grad_(), draw(4, 4)
+    out = op.apply(x, y, FACTOR)[0]
+    CUDA.fail(1)
+    try:
+        with pytest.raises(RuntimeError, match="a failure of the test"):
+            op.apply(x, y, FACTOR)
+        with pytest.raises(RuntimeError, match="a failure of the test"):
+            out.backward(draw(4, 4))
+    finally:
+        CUDA.fail(0)
+    check(op, x, y, FACTOR)
+
+
+def test_unknown_parameters_are_refused(op, monkeypatch):
+    monkeypatch.setitem(Kernel.src.signature, "n", "i64")
+    with pytest.warns(UserWarning, match="not replayed: .* other parameters"):
+        assert replay(op, 7, 1)[0] == 6
+
+
+def test_forgotten_plans_are_made_anew(op):
+    forwards, _ = replay(op, 4, 4)
+    forget_plans()
+    assert replay(op, 4, 4)[0] == 2 * forwards
+
+
+def parameters_of(ptx):
+    """Read the sizes of a kernel's parameters."""
+    entry = ptx[ptx.index(".entry") :].partition(")")[0]
+    return [int(bits) // 8 for bits in re.findall(r"\.param \.[a-z](\d+)", entry)]
+
+
+class DriverKernel(ctypes.Structure):
+    _fields_ = (("count", ctypes.c_int), ("sizes", ctypes.c_int * 96), ("run", ctypes.c_void_p))
+
+
+KEPT = []  # as long as Triton keeps what it has compiled
+
+
+@pytest.fixture(params=[(9, 0), (8, 9)], ids=str)
+def gpu(request, monkeypatch):
+    """Compile for a GPU that is not there; Triton's launcher and ours reach the driver that stands in."""
+
+    def compile(kernel, key, signature, device, constants, options, attributes, warmup):
+        source = kernel.ASTSource(kernel, signature, constants, attributes)
+        with right_assembler():
+            compiled = triton.compile(source, target=target, options=options.__dict__)
+        sizes = parameters_of(compiled.asm["ptx"])
+        KEPT.append(DriverKernel(len(sizes), (ctypes.c_int * 96)(*sizes)))
+        compiled.module, compiled.function = compiled, ctypes.addressof(KEPT[-1])
+        compiled._run = CudaLauncher(compiled.src, compiled.metadata)
+        kernel.device_caches[device][0][key] = compiled
+        return compiled
+
+    target = GPUTarget("cuda", 10 * request.param[0] + request.param[1], 32)
+    flags = sys.getdlopenflags()
+    sys.setdlopenflags(os.RTLD_LAZY)  # the driver lacks functions that nothing calls
+    utils = CudaUtils()
+    sys.setdlopenflags(flags)
+    active = SimpleNamespace(utils=utils, get_current_device=lambda: target.arch, get_current_stream=lambda _: 0,
+                             get_current_target=lambda: target)  # fmt: skip
+    driver.set_active(active)
+    monkeypatch.setattr(JITFunction, "_do_compile", compile)
+    memory = 227 << 10 if request.param == (9, 0) else 99 << 10
+    monkeypatch.setattr(runtime, "find_gpu", lambda device: runtime.Gpu("no GPU", request.param, memory, 132))
+    forget_plans()
+    yield
+    forget_plans()
+
+
+BLOCKS = TokenBlocks.from_grid((14, 14), (4, 4))
+
+
+def half(*shape):
+    return torch.rand(shape, dtype=torch.bfloat16).requires_grad_()
+
+
+CASES = {
+    "mhla": lambda: ([half(2, 196, 6, 64) for _ in range(3)] + [torch.rand(16, 16).requires_grad_()],
+                     lambda *x: mhla(*x, BLOCKS, impl="triton")),
+    "mhla summary": lambda: ([half(2, 196, 6, 64) for _ in range(3)] + [torch.rand(16, 16).requires_grad_()],
+                             lambda *x: mhla(*x, BLOCKS, impl="triton_summary")),
+    "head_in_head": lambda: ([*(half(1, 64, 3, 64) for _ in range(3)), half(1, 64, 3), -half(1, 64, 3), half(3, 4, 4)],
+                             lambda *x: head_in_head(*x, impl="triton")[0]),
+    "grid_conv": lambda: ([half(2, 196, 64), torch.rand(64, 1, 3, 3).requires_grad_(), torch.rand(64).requires_grad_()],
+                          lambda *x: grid_conv(*x, grid=(14, 14), residual=True, silu=True, impl="triton")),
+}  # fmt: skip
+
+
+def replay_head_in_head(monkeypatch):
+    """Replay its calls, too, which stay ordinary otherwise."""
+    functions = hih_op._forward, hih_op._setup_context, hih_op._backward
+    function = replayed(as_function(*functions, may_replay=False), *functions)
+    call = without_dispatcher(hih_op._forward_op, function, differentiable=True)
+    monkeypatch.setattr(hih_op, "_call_forward", call)
+
+
+def test_head_in_head_is_not_replayed(gpu):
+    inputs, op = CASES["head_in_head"]()
+    for _ in range(3):
+        assert op(*inputs).grad_fn.name() == "FunctionBackward"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_launches_are_those_of_triton(gpu, case, monkeypatch):
+    """All that reaches the driver is equal, but for the addresses of tensors that live within a call."""
+    replay_head_in_head(monkeypatch)
+    inputs, op = CASES[case]()
+    d_out, launches = torch.zeros_like(op(*inputs)), []
+    forget_plans()
+    names = {f"{x.data_ptr():x}": f"tensor {i}" for i, x in enumerate((*inputs, d_out))}
+
+    def take():
+        for line in CUDA.take().decode().splitlines():
+            words = [names.get(word, word) for word in line.split()[1:]]
+            yield [word if word.startswith("tensor") or len(word) < 9 else "address" for word in words]
+
+    for _ in range(4):
+        CUDA.take()
+        out = op(*inputs)
+        launches.append([*take()])
+        torch.autograd.grad(out, inputs, d_out)
+        launches.append([*take()])
+    assert out.grad_fn.name() == "ReplayedBackward"
+    for first, *later in (launches[::2], launches[1::2]):  # by Triton, and then by us
+        assert first == 2 * later[0] and later[0] == later[1] == later[2]

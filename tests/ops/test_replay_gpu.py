@@ -1,0 +1,255 @@
+"""Replayed calls on a GPU: equal to the bit to ordinary ones, in graphs, streams, threads and on a second device."""
+
+import shutil
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from headmix_vision.ops import TokenBlocks, grid_conv, head_in_head, mhla, mix_heads
+from headmix_vision.ops.dispatch import as_function, without_dispatcher
+from headmix_vision.ops.grid_conv import triton_op as conv_op
+from headmix_vision.ops.head_in_head import triton_op as hih_op
+from headmix_vision.ops.mhla import triton_op as mhla_op
+from headmix_vision.ops.mix_heads import triton_op as mix_op
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")]
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture
+def replay(monkeypatch):
+    """Return a function that makes a context in which the ops replay their calls."""
+    from headmix_vision.ops.replay import extension, replayed
+
+    def make(*functions):
+        return replayed(as_function(*functions), *functions)
+
+    assert extension() is not None
+    ours = [(mix_op, "_flat", make(mix_op._forward_flat, mix_op._setup_flat, mix_op._backward_flat))]
+    for op in (mhla_op, hih_op, conv_op):
+        function = make(op._forward, op._setup_context, op._backward)
+        ours.append((op, "_call_forward", without_dispatcher(op._forward_op, function, differentiable=True)))
+
+    @contextmanager
+    def replaying():
+        with monkeypatch.context() as patch:
+            for replaced in ours:
+                patch.setattr(*replaced)
+            yield
+
+    return replaying
+
+
+def draw(*shape, dtype=BF16, device="cuda"):
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def mhla_case(grid, dtype=BF16, prefix=0, dim=64, batch=3, **options):
+    blocks = TokenBlocks.from_grid(grid, (4, 4), num_prefix_tokens=prefix)
+    packed = draw(batch, blocks.num_tokens, 3, 2, dim, dtype=dtype)
+    mixing = torch.rand(blocks.num_blocks, blocks.num_blocks, device="cuda")
+    return [*packed.unbind(2), mixing], lambda *x: mhla(*x, blocks, impl="triton", **options)
+
+
+def hih_case(r, dtype=BF16):
+    """The state stays finite: keys have length 1, and masks are positive semidefinite with ones on the diagonal."""
+    size = (2, 256, 3)
+    gates = torch.rand(size, device="cuda").to(dtype), -torch.rand(size, device="cuda").to(dtype)
+    q, k, v = (draw(*size, 64, dtype=dtype) for _ in range(3))
+    mask = (0.5 + 0.5 * torch.eye(r, device="cuda")).expand(3, r, r).to(dtype)
+    inputs = [q, torch.nn.functional.normalize(k, dim=-1), v, *gates, mask]
+    return inputs, lambda *x: head_in_head(*x, impl="triton")[0]
+
+
+def conv_case(dtype=BF16, prefix=0, **options):
+    inputs = [draw(3, 196 + prefix, 96, dtype=dtype), draw(96, 1, 3, 3, dtype=F32), draw(96, dtype=F32)]
+    return inputs, lambda *x: grid_conv(*x, grid=(14, 14), num_prefix_tokens=prefix, impl="triton", **options)
+
+
+def mix_case():
+    inputs = [draw(2, 196, 6, 64), draw(2, 196, 6, 64), draw(2, 12, 6, dtype=F32)]
+    return inputs, lambda x, y, w: torch.cat(mix_heads([x, y], w, impl="triton"), 2)
+
+
+CASES = {
+    "mhla 196": lambda: mhla_case((14, 14)),
+    "mhla 197": lambda: mhla_case((14, 14), prefix=1),
+    "mhla 256": lambda: mhla_case((16, 16)),
+    "mhla 256, 72 dims": lambda: mhla_case((16, 16), dim=72),
+    "mhla 1024": lambda: mhla_case((32, 32)),
+    "mhla 4096": lambda: mhla_case((64, 64), batch=1),
+    "mhla 196 float16": lambda: mhla_case((14, 14), F16),
+    "mhla 1024 float32": lambda: mhla_case((32, 32), F32),
+    "mhla 196 source_block": lambda: mhla_case((14, 14), normalizer="source_block"),
+    "mhla 256 causal": lambda: mhla_case((16, 16), causal=True),
+    "mhla 4096 causal": lambda: mhla_case((64, 64), causal=True, batch=1),
+    "head_in_head 1": lambda: hih_case(1),
+    "head_in_head 4": lambda: hih_case(4),
+    "head_in_head 4 float16": lambda: hih_case(4, F16),
+    "grid_conv": lambda: conv_case(residual=True),
+    "grid_conv silu": lambda: conv_case(silu=True),
+    "grid_conv prefix": lambda: conv_case(prefix=1, silu=True),
+    "grid_conv float16": lambda: conv_case(F16, residual=True),
+    "mix_heads": mix_case,
+}
+
+
+def compute(inputs, op, d_out=None):
+    """Return the output and all gradients."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = op(*leaves)
+    d_out = torch.cos(out.detach()) if d_out is None else d_out
+    return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+
+def assert_equal(ours, expected):
+    for a, b in zip(ours, expected, strict=True):
+        assert b.isfinite().all()  # numbers that are not are unequal to themselves
+        assert a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replayed_calls_are_equal_to_the_bit(case, replay):
+    inputs, op = CASES[case]()
+    expected = compute(inputs, op)
+    with replay():
+        for _ in range(3):
+            ours = compute(inputs, op)
+            assert_equal(ours, expected)
+
+
+@pytest.mark.parametrize("case", ["mhla 196", "mhla 1024", "head_in_head 4", "grid_conv"])
+def test_replays_run_no_python(case, replay, monkeypatch):
+    inputs, op = CASES[case]()
+    with replay():
+        compute(inputs, op)
+        for module in (mhla_op, hih_op, conv_op):
+            monkeypatch.setattr(module, "_run_backward_kernels", None, raising=False)
+            monkeypatch.setattr(module, "unpack_cached", None, raising=False)
+        monkeypatch.setattr("headmix_vision.ops.runtime.Launch.__call__", None)
+        compute(inputs, op)
+
+
+def test_each_layout_has_its_own_record(replay):
+    inputs, op = CASES["mhla 196"]()
+    flat = draw(1 + 3 * 196 * 2 * 64)
+    forms = [inputs, [x.contiguous() for x in inputs], [x[:2] for x in inputs[:3]] + inputs[3:],
+             [*[flat[1:].view(3, 196, 2, 64)] * 3, inputs[3]], [inputs[0], inputs[0], inputs[2], inputs[3]],
+             [*inputs[:3], inputs[3].T], [*(x.half() for x in inputs[:3]), inputs[3]], inputs]  # fmt: skip
+    d_outs = [None, torch.ones((), device="cuda", dtype=BF16).expand(3, 196, 2, 64)]
+    for form in forms:
+        for d_out in d_outs:
+            if d_out is not None and (form[0].shape != d_out.shape or form[0].dtype != BF16):
+                continue
+            expected = compute(form, op, d_out)
+            with replay():
+                for _ in range(2):
+                    assert_equal(compute(form, op, d_out), expected)
+
+
+@pytest.mark.parametrize("case", ["mhla 196", "mhla 1024", "head_in_head 4", "grid_conv silu"])
+def test_graphs_of_replayed_calls(case, replay):
+    inputs, op = CASES[case]()
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    d_out = torch.cos(op(*leaves).detach())
+    with replay():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                torch.autograd.grad(op(*leaves), leaves, d_out)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = op(*leaves)
+            gradients = torch.autograd.grad(out, leaves, d_out)
+    with torch.no_grad():
+        for x in leaves:
+            x.mul_(0.5)
+    graph.replay()
+    assert_equal([out.detach(), *gradients], compute(leaves, op, d_out))
+
+
+def test_streams_and_threads(replay):
+    inputs, op = CASES["mhla 196"]()
+    expected = compute(inputs, op)
+    with replay():
+        compute(inputs, op)
+        found = {}
+
+        def work(i):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.default_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(20):
+                    found[i] = compute(inputs, op)
+            stream.synchronize()
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    torch.cuda.synchronize()
+    for ours in found.values():
+        assert_equal(ours, expected)
+    assert len(found) == 4
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_device_that_is_not_the_current_one(replay):
+    inputs, op = CASES["mhla 196"]()
+    expected = compute(inputs, op)
+    with replay():
+        for device in ("cuda:1", "cuda:0", "cuda:1"):
+            ours = compute([x.to(device) for x in inputs], op)
+            assert all(x.device == torch.device(device) for x in ours)
+            assert_equal([x.cuda(0) for x in ours], expected)
+
+
+def test_second_derivatives_are_refused_as_ever(replay):
+    inputs, op = CASES["mhla 196"]()
+    leaves = [x.detach().requires_grad_() for x in inputs]
+
+    def second():
+        (d_q,) = torch.autograd.grad(op(*leaves).sum(), leaves[:1], create_graph=True)
+        d_q.sum().backward()
+
+    with pytest.raises(RuntimeError) as expected:
+        second()
+    with replay():
+        compute(inputs, op)
+        with pytest.raises(RuntimeError) as ours:
+            second()
+    assert str(ours.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("case", ["mhla 196", "mhla 1024", "head_in_head 4", "grid_conv silu"])
+def test_replays_take_no_more_memory(case, replay):
+    inputs, op = CASES[case]()
+
+    def peak():
+        compute(inputs, op)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        compute(inputs, op)
+        assert torch.cuda.memory_allocated() == before
+        return torch.cuda.max_memory_allocated() - before
+
+    expected = peak()
+    with replay():
+        assert peak() <= expected
+
+
+def test_compiled_and_transformed_calls_are_not_replayed(replay):
+    inputs, op = CASES["mhla 196"]()
+    expected = compute(inputs, op)
+    with replay():
+        compute(inputs, op)
+        compiled = compute(inputs, torch.compile(op, fullgraph=True))
+        torch.testing.assert_close(compiled, expected)
+        loss = torch.func.grad(lambda q: mhla(q, *inputs[1:], TokenBlocks.from_grid((14, 14), (4, 4))).float().sum())
+        assert loss(inputs[0]).shape == inputs[0].shape
