@@ -465,7 +465,7 @@ SCAN = Tiles(VALUES=64, num_warps=4, num_stages=3)
 CROWDED_SCAN = SCAN | Tiles(num_stages=2)
 INPUTS_BACKWARD = Tiles(VALUES=64, num_warps=4, num_stages=1)
 
-# Segments of a sequence are scanned at once. What a chunk needs is then computed twice, for outputs and for gradients.
+# Segments of a sequence are scanned at once, each twice: for what it does to the state, then for its results.
 SEGMENT = 8  # chunks
 LEAST_TOKENS = 16384  # of a sequence in segments
 BLOCK_SHARE = 4.5  # of the backward pass: how many times the bytes of q the buffers of a block of segments may have
