@@ -3,22 +3,19 @@
     python -m experiments.emoji.run --root data/emoji --features lite0:LITE0.pth --judge runs/emoji_judge \\
         --out experiments/emoji/results.csv --pictures experiments/emoji --jobs 9
 
-README.md has the commands that make the data and the judge. Each row is a model of `headmix train-gen -c emoji` for
-each seed, with a class for each pair of a style and a group. Pictures are drawn for the labels of the split that they
-are scored against.
+README.md makes data and judge. Each row is a model of `headmix train-gen -c emoji` for each seed, with a class for each
+pair of a style and a group. Pictures are drawn for the labels of the split that they are scored against.
 
 - Guidance has the lowest FID from the validation split at the first seed. All other scores use the test split.
 - `as its label` comes from the judge, a classifier of the same training split. Its accuracy on real pictures is the
   ceiling. The row of real pictures scores the validation split as if it were drawn.
 - `nearer to training` and `copied` are the numbers of `headmix evaluate neighbours`: 50 % and 1 % where samples lie
   as near to training pictures as the test split does.
-- All train for --epochs. The table marks validation losses that were not flat at the end or had been lower. FID was
-  seen to fall long after the validation loss rose (notes/generation.md).
+- All train for --epochs. The table marks validation losses that were not flat at the end or had been lower.
 - `-cpe` is the same model with convolutional position encoding (--rows all).
 
 The same command leaves out finished rows and resumes interrupted ones whose directories (--runs) are still there. After
---minutes it interrupts what is running and ends with status 75. Another machine needs the CSV and whole directories of
-runs without `images`; for pictures `drawn_test*/samples.npz`.
+--minutes it interrupts what is running and ends with status 75. Another machine needs the CSV and directories of runs.
 
 `--task fashion_mnist` draws Fashion-MNIST (../fashion_mnist/README.md), `--task animated_emoji` clips: FVD takes the
 place of FID, guidance is chosen by it, and the judge is trained on the sheets of clips (data set `sheets`). `loop
