@@ -209,6 +209,7 @@ def test_two_processes_draw_the_same_and_hand_errors_on_in_one_line(
     assert error.startswith("error: assets/1f403.webp of @lobehub/fluent-emoji-anim-4 cannot be read")
 
 
+@pytest.mark.slow
 def test_mp4_holds_nearly_the_same_pixels(clips: Path, sources: list[Path], tmp_path: Path) -> None:
     pytest.importorskip("av")
     build(sources, tmp_path / "clips", CLIP._replace(file_format="mp4"))

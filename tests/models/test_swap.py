@@ -272,6 +272,7 @@ def test_timm_makes_a_swapped_model_by_its_name(tmp_path):
     assert timm.create_model(pretrained=True, **resolved).patch_embed.grid_size == (6, 6)
 
 
+@pytest.mark.slow
 def test_a_swapped_model_compiles_and_exports():
     model = create("vit_small_patch16_dinov3", dynamic_img_size=True, depth=1)
     swap_attention(model, "mhla", block_grid=2)

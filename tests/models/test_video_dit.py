@@ -276,8 +276,9 @@ def test_stills_and_clips_alternate_when_checkpointed():
             torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("core", ["mhla", pytest.param("hih", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("core", ["mhla", "hih"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_stills_and_clips_alternate_when_compiled(core, backend):
     model = create(core, positions="rope", depth=1, cpe="factorised", class_dropout=0.0)
     compiled = torch.compile(model, fullgraph=True, backend=backend)

@@ -78,6 +78,7 @@ def test_recipe_trains_one_batch(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_network_of_imagenet_is_fine_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = timm.create_model("tf_efficientnet_lite0").state_dict()
     torch.save({f"_layer.{number}": value for number, value in enumerate(state.values())}, tmp_path / "lite0.pth")
