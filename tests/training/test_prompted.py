@@ -237,7 +237,8 @@ def test_processes_train_shards_as_copies(
     commands = [command(name, way, 3) for name, way in (("all", "copies"), ("all", "shards"), ("lora", "copies"))]
     commands += [command("lora", "shards", 2), command("lora", "shards", 3, "--ckpt_path", "last")]
     arguments = (size, [find_free_network_port() for _ in commands], commands)
-    torch.multiprocessing.start_processes(work, arguments, size, start_method="fork")
+    # Autograd of this process may have threads, which a fork does not survive.
+    torch.multiprocessing.start_processes(work, arguments, size, start_method="forkserver")
     for name in adapters:
         copies, shards = (weights(tmp_path / name / way) for way in ways)
         assert all(".lora_" in key or ".processor." in key for key in copies) == (name == "lora")
