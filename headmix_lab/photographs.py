@@ -8,6 +8,8 @@ is in both. A backbone that knows photographs finds the other half of each.
 """
 
 import argparse
+import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -64,18 +66,24 @@ def build(sources: Sequence[Path], out: Path, count: int) -> int:
     """Write the squares of all photographs in files and folders; return the number of photographs.
 
     Raises:
-        InputError: A file that is no picture, two of one name, none at all, or a folder that exists.
+        InputError: `out` exists, there is no photograph, two have one name, or one cannot be read or is too small.
     """
     check_counts(1, **{"--count": count})
+    if os.path.lexists(out):
+        raise InputError(f"--out {out} already exists; choose another one or remove it")
     check_place(out)
     files = [file for source in sources for file in (sorted(source.iterdir()) if source.is_dir() else [source])]
-    names = [file.stem for file in files]
-    if len(set(names)) < len(names) or not names:
-        raise InputError("--source needs photographs of different names")
+    names = Counter(file.stem for file in files)
+    if not names:
+        raise InputError("--source holds no files")
+    if twice := [name for name, number in names.items() if number > 1]:
+        raise InputError(f"--source has two photographs named {twice[0]}; names are classes: rename one")
     with atomic_folder(out) as folder:
         for file in files:
             with readable(file):
                 photograph = Decoding().first_frame(file)
+            if photograph.width < 4 or photograph.height < 2:
+                raise InputError(f"{file} has {photograph.width}x{photograph.height} pixels, at least 4x2 are needed")
             for number, (split, square) in enumerate(cut(photograph, count, np.random.default_rng(0))):
                 place = folder / split / file.stem
                 place.mkdir(parents=True, exist_ok=True)

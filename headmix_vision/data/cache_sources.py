@@ -1,4 +1,4 @@
-"""Open the images or clips that a cache is made of: those of a folder, a table or a data set. Crop them for encoding.
+"""Open the images or clips of a folder, a table or a data set, cropped as a cache encodes them.
 
 C channels, T frames.
 """

@@ -445,6 +445,9 @@ def as_function(run: Call, setup_context: Call, backward: Call, *, may_replay: b
     Args:
         run, setup_context, backward: as they are registered for the op.
         may_replay: replay the calls if ``HEADMIX_VISION_REPLAY`` asks for it; see ``replay.py``.
+
+    Raises:
+        InputError: if the variable is neither 0 nor 1.
     """
 
     class Function(torch.autograd.Function):
@@ -464,7 +467,9 @@ def as_function(run: Call, setup_context: Call, backward: Call, *, may_replay: b
     def call(*args: Any) -> Any:
         return apply(*[out_of_dead_transformation(x) if isinstance(x, Tensor) else x for x in args])
 
-    if os.environ.get(REPLAY) != "1" or INTERPRETED or not may_replay:
+    if (wanted := os.environ.get(REPLAY) or "0") not in ("0", "1"):
+        raise InputError(f"{REPLAY} must be 0 or 1, got {wanted!r}.")
+    if wanted == "0" or INTERPRETED or not may_replay:
         return call
     from headmix_vision.ops.replay import replayed
 

@@ -24,8 +24,14 @@ def test_halves_of_photographs_become_training_and_validation(
             assert len(files) == 3
             pixels = np.asarray(Image.open(files[0]))
             assert pixels.shape == (SIZE, SIZE, 3) and np.all(pixels == grey)
-    for wrong, text in (([*sources, sources[1]], "different names"), (["--source", __file__], "cannot be read")):
+    Image.new("RGB", (3, 9)).save(tmp_path / "small.png")
+    refused = {"named a; names are classes": [*sources, sources[1]], "cannot be read": ["--source", __file__]}
+    refused["has 3x9 pixels"] = ["--source", str(tmp_path / "small.png")]
+    for text, wrong in refused.items():
         with pytest.raises(SystemExit, match="2"):
             main([*wrong, "--out", str(tmp_path / "new")])
         assert text in capsys.readouterr().err
         assert not (tmp_path / "new").exists()
+    with pytest.raises(SystemExit, match="2"):
+        main([*sources, "--out", str(tmp_path / "out")])
+    assert "already exists; choose another one" in capsys.readouterr().err

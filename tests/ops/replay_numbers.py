@@ -1,4 +1,4 @@
-"""What replayed calls compute, without a GPU: launches that reach the driver run in Triton's interpreter.
+"""Compare what replayed calls compute, without a GPU: Triton's interpreter runs each launch that reaches the driver.
 
 `test_replay.py` runs this file beside a driver that stands in for CUDA's. MALLOC_PERTURB_ overwrites memory that is
 freed, so that a buffer which goes too early changes the results.

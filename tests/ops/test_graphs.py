@@ -99,6 +99,9 @@ def test_an_unknown_way_is_refused(monkeypatch):
     monkeypatch.setenv(dispatch.COMPILED, "Inline")
     with pytest.raises(InputError, match="must be one of opaque, inline, auto, got 'Inline'"):
         dispatch.way_in_graphs()
+    monkeypatch.setenv(dispatch.REPLAY, "true")
+    with pytest.raises(InputError, match="HEADMIX_VISION_REPLAY must be 0 or 1, got 'true'"):
+        dispatch.as_function(print, print, print)
 
 
 TRACE = """
