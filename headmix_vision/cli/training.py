@@ -31,7 +31,9 @@ def run(
     """
     words = sys.argv[1:] if args is None else args
     with one_line_errors():
-        from headmix_vision.training.command_help import asked_help
+        from headmix_vision.training.command_help import asked_help, check_subcommand
+
+        check_subcommand(kind, words)
     if (text := asked_help(kind, words)) is not None:
         print(text, end="")
         return

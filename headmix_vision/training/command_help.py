@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Sequence
 
 from headmix_vision.console import command_words
+from headmix_vision.errors import InputError
 
 Options = dict[str, str]
 
@@ -29,6 +30,7 @@ DESCRIPTIONS = {
     "predict": "Predict the classes of images with a run's model.",
 }
 
+_HELP = ("-h", "--help", "--help-all")
 _START: Options = {
     "config": "YAML; later ones win, model_args as a whole",
     "run_dir": "folder of the run",
@@ -167,13 +169,21 @@ def command_help(kind: str) -> str:
 def asked_help(kind: str, args: Sequence[str]) -> str | None:
     """Return the help that a command line asks for; None if it asks for something else, or for help among options."""
     *words, last = args or [""]
+    if not words and last in _HELP:
+        return command_help(kind)
     if last not in ("-h", "--help"):
         return None
-    if not words:
-        return command_help(kind)
     if len(words) == 1 and words[0] in KINDS[kind][1]:
         return subcommand_help(words[0], {"classifier": "cls", "distilled_classifier": "distill"}.get(kind, "gen"))
     return None
+
+
+def check_subcommand(kind: str, args: Sequence[str]) -> None:
+    """Raise `InputError` for a command line that does not begin with what is to be done."""
+    *first, last = KINDS[kind][1]
+    word = args[0] if args else ""
+    if word not in (*first, last, *_HELP):
+        raise InputError(f"begin with {', '.join(first)} or {last}, got {repr(word) if word else 'nothing'}")
 
 
 def spelled(option: str) -> str:

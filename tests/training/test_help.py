@@ -80,3 +80,14 @@ def test_all_options(capfd: pytest.CaptureFixture[str]) -> None:
     assert helpers.run("fit", "--help-all") == 0
     text = capfd.readouterr().out
     assert "--trainer.sync_batchnorm" in text and "--data.augmentation.auto_augment" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "got"),
+    [([], "nothing"), (["-c", "digits"], "'-c'"), (["--run-dir", "x"], "'--run-dir'"), (["fti"], "'fti'")],
+)
+def test_a_command_begins_with_what_is_to_be_done(
+    words: list[str], got: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert helpers.run(*words) == 2
+    assert capfd.readouterr().err == f"error: begin with fit, validate, test or predict, got {got}\n"
