@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from headmix_vision.ops import TokenBlocks, grid_conv, head_in_head, mhla, mix_heads
+from headmix_vision.ops import TokenBlocks, TokenGrid, grid_conv, head_in_head, mhla, mix_heads
 from headmix_vision.ops.dispatch import as_function, without_dispatcher
 from headmix_vision.ops.grid_conv import triton_op as conv_op
 from headmix_vision.ops.head_in_head import triton_op as hih_op
@@ -65,7 +65,7 @@ def hih_case(r, dtype=BF16):
 
 def conv_case(dtype=BF16, prefix=0, **options):
     inputs = [draw(3, 196 + prefix, 96, dtype=dtype), draw(96, 1, 3, 3, dtype=F32), draw(96, dtype=F32)]
-    return inputs, lambda *x: grid_conv(*x, grid=(14, 14), num_prefix_tokens=prefix, impl="triton", **options)
+    return inputs, lambda *x: grid_conv(*x, grid=TokenGrid((14, 14), prefix), impl="triton", **options)
 
 
 def mix_case():
