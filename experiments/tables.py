@@ -60,8 +60,7 @@ def claims() -> str:
     lines = []
     for table, claim in claimed().items():
         calls = origins_of(table)
-        words = (takewhile(lambda word: not word.startswith("--"), call["command"].split()) for call in calls)
-        (script,) = set(map(" ".join, words))
+        script = " ".join(takewhile(lambda word: not word.startswith("--"), calls[-1]["command"].split()))
         commits = ", ".join(dict.fromkeys(call["commit"] for call in calls))
         place = Path(os.path.relpath(table, HERE))
         lines.append([claim, f"[`{script}`]({place.with_name(ORIGINS)})", f"[{place.name}]({place})", commits])

@@ -332,9 +332,9 @@ CLAIMS = (
     ),
     Claim(
         "README.md",
-        r"\| linear \| N \| – \| – \| – \| # ± # \| # ± # \|",
-        lambda: [*mixed("digits", "linear"), *mixed("canvas", "linear")],
-        MIXES,
+        r"\| linear \| N \| # \| # \| # \| # ± # \| # ± # \|",
+        lambda: attention("linear", "linear_kernel"),
+        MHLA,
     ),
     Claim(
         "README.md",
