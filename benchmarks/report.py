@@ -357,16 +357,17 @@ def scale() -> str:
 def context_parallel() -> str:
     """One GPU with all tokens against several: op, layer and model, and what a GPU sends in a layer."""
     lines = []
-    rows = {(row["tokens"], row["blocks"], row["pass"], row["what"]): row for row in read("context_parallel_h200")}
-    for tokens, blocks, mode in dict.fromkeys(key[:3] for key in rows):
-        found = [rows[tokens, blocks, mode, what] for what in ("mhla", "layer", "model")]
+    names = ("tokens", "blocks", "ranks", "pass", "what")
+    rows = {tuple(row[name] for name in names): row for row in read("context_parallel_h200")}
+    for tokens, blocks, ranks, mode in dict.fromkeys(key[:4] for key in rows):
+        found = [rows[tokens, blocks, ranks, mode, what] for what in ("mhla", "layer", "model")]
         sent = sum(int(found[1][name]) for name in found[1] if name.endswith("_bytes"))
         cells = [
             f"{float(row['one_ms']):.2f} / {float(row['spread_ms']):.2f} ({float(row['ratio']):.2f}x)" for row in found
         ]
         named = {"forward": "forward", "both": "forward + backward"}[mode]
-        lines.append([f"{int(tokens):,}, {blocks}", named, *cells, f"{sent / 1e6:.0f} MB"])
-    return markdown_table(["tokens, blocks", "", "MHLA", "layer", "model", "sent in a layer"], lines)
+        lines.append([f"{int(tokens):,}, {blocks}", ranks, named, *cells, f"{sent / 1e6:.0f} MB"])
+    return markdown_table(["tokens, blocks", "GPUs", "", "MHLA", "layer", "model", "sent in a layer"], lines)
 
 
 def gpus() -> str:

@@ -256,7 +256,7 @@ def training(model: str) -> list[float]:
 
 def launched() -> list[float]:
     """Return the speed of two GPUs without CUDA graphs: of models, least and most of 31,500 tokens, and of 262,144."""
-    rows = [row for row in read_csv(ROOT / PARALLEL, what="model", **{"pass": "both"})]
+    rows = [row for row in read_csv(ROOT / PARALLEL, what="model", ranks="2", **{"pass": "both"})]
     ratios = {row["tokens"]: [] for row in rows}
     for row in rows:
         ratios[row["tokens"]].append(float(row["one_launched_ms"]) / float(row["spread_launched_ms"]))
