@@ -63,7 +63,7 @@ def _check_teacher(checkpoint: dict[str, Any], sha256: str) -> None:
     """Raise InputError if a checkpoint's student was learning from a teacher with other weights."""
     if checkpoint.get("teacher_sha256", sha256) != sha256:
         raise InputError(
-            "model.teacher has other weights than when this run began: name the teacher of then, or begin anew with"
+            "the teacher has other weights than when this run began: name the teacher of then, or begin anew with"
             " --overwrite and without --ckpt-path"
         )
 
@@ -127,10 +127,10 @@ class DistilledGenerator(ImageGenerator):
         """As a generator does.
 
         Raises:
-            InputError: Also if the student was still learning from a teacher with other weights.
+            InputError: Also if the student still learns from the teacher, which had other weights.
         """
         super().on_load_checkpoint(checkpoint)
-        if checkpoint["global_step"] < self.distill_steps:
+        if checkpoint["global_step"] < self.distill_steps or self.teacher_weight:
             _check_teacher(checkpoint, self._teacher_sha256)
 
     def _losses(self, x0: Tensor, labels: Tensor, times: Tensor, noise: Tensor) -> Tensor:
