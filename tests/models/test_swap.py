@@ -21,6 +21,7 @@ from headmix_vision import from_pretrained, save_pretrained, swap_attention
 from headmix_vision.analysis.attention_matrices import record_attention
 from headmix_vision.errors import InputError
 from headmix_vision.layers.swapped_attention import Names, SwappedAttention
+from headmix_vision.models.attention_errors import attention_errors, attention_pairs, tell_grid
 from headmix_vision.models.convert import convert_state_dict
 from headmix_vision.ops import TokenGrid
 from headmix_vision.runs.networks import create_network
@@ -238,7 +239,8 @@ def test_the_grid_follows_each_call(family):
     swap_attention(fixed, "mhla", block_grid=2)
     weights = {name: value for name, value in model.state_dict().items() if name != "pos_embed"}
     fixed.load_state_dict(weights, strict=False)
-    assert model.blocks[0].attn.grid_of_call.shape == (6, 2)
+    layer = model.blocks[0].attn
+    assert layer.grid_of_call.shape == (6, 2) and layer.flops() == layer.flops((6, 2)) < layer.flops((4, 4))
     if family == "vit_small_patch16_dinov3":
         close(fixed(images(96, 32)), expected)
     fixed.set_input_size((32, 64))
@@ -543,6 +545,11 @@ def test_models_of_transformers_compute_what_they_computed(kind):
     before = model(images(*size)).last_hidden_state
     swapped = copy.deepcopy(model)
     swap_attention(swapped, "softmax")
+    pairs = attention_pairs(model, swapped)
+    tell_grid(pairs, images(*size))
+    with attention_errors(pairs, learn=False) as errors:
+        close(model(images(*size)).last_hidden_state, before)
+    assert len(errors) == 2 and all(float(error.max()) < 1e-8 for error in errors)
     close(swapped(images(*size)).last_hidden_state, before)
     swap_attention(model, "mhla", block_grid=2)
     assert model(images(*size)).last_hidden_state.isfinite().all()
