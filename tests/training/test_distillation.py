@@ -126,6 +126,8 @@ def test_the_command_trains_a_student_of_a_run(tmp_path: Path, capsys: pytest.Ca
     assert "no checkpoint at" in capsys.readouterr().err
     assert distil("--model.teacher", teacher, "--trainer.strategy", "fsdp2") == 2
     assert "set trainer.strategy=ddp" in capsys.readouterr().err
+    assert distil("--model.teacher", teacher, "--model.objective.kind", "ddpm") == 2
+    assert "trained with objective.kind=flow, this run has ddpm" in capsys.readouterr().err
     assert not student.exists()
     assert distil("--model.teacher", teacher, "--model.distill_steps", 1) == 0
     with (student / "metrics.csv").open() as file:
