@@ -157,9 +157,9 @@ def swap_attention(
     It takes timm's models whose blocks hold attention of ``timm.layers`` (also with rotary positions, norms of queries
     and keys, a gate or grouped queries), EVA and BEiT, and ViT, DeiT, DINOv2 and DINOv3 of transformers. The grid
     follows ``set_input_size`` and ``dynamic_img_size``. NaFlexVit takes batches of pictures of several grids, with
-    ``patch_coord`` and ``patch_valid``: each picture has the outputs that it has alone. With gradient checkpointing and
-    ``dynamic_img_size``, run the backward pass before a forward pass on another size. Rotary positions rotate features
-    in the numerator and not in the denominator.
+    ``patch_coord`` and ``patch_valid``: each picture has the outputs that it has alone. With ``dynamic_img_size`` call
+    the model from one thread at a time, and with gradient checkpointing run the backward pass before a forward pass on
+    another size. Rotary positions rotate features in the numerator and not in the denominator.
 
     >>> import timm, headmix_vision
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=3)  # pretrained=True: with its weights
