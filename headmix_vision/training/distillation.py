@@ -62,8 +62,10 @@ class _Kept:
 
 
 def _check_teacher(checkpoint: dict[str, Any], sha256: str) -> None:
-    """Raise InputError if a checkpoint's student was learning from a teacher with other weights."""
-    if checkpoint.get("teacher_sha256", sha256) != sha256:
+    """Raise InputError if a checkpoint's student was learning from no teacher, or from one with other weights."""
+    if "teacher_sha256" not in checkpoint:
+        raise InputError("the checkpoint has no teacher: go on with the command that wrote it, not headmix distill")
+    if checkpoint["teacher_sha256"] != sha256:
         raise InputError(
             "the teacher has other weights than when this run began: name the teacher of then, or begin anew with"
             " --overwrite and without --ckpt-path"
@@ -145,7 +147,8 @@ class DistilledGenerator(ImageGenerator):
             InputError: Also if the student still learns from the teacher, which had other weights.
         """
         super().on_load_checkpoint(checkpoint)
-        if checkpoint["global_step"] < self.distill_steps or self.teacher_weight:
+        learns = checkpoint["global_step"] < self.distill_steps or self.teacher_weight
+        if self.trainer.state.fn == "fit" and learns:
             _check_teacher(checkpoint, self._teacher_sha256)
 
     def _losses(self, x0: Tensor, labels: Tensor, times: Tensor, noise: Tensor) -> Tensor:
