@@ -17,21 +17,26 @@ from headmix_vision.models.pipeline_folder import TextEncoder
 _FRAMES = re.compile(r"\[\d+:\d*\]$")  # of a video, in the name of its clip
 
 
-@dataclass(frozen=True)
+@dataclass
 class Prompts:
     """Prompts of the samples to cache, and their encoder.
 
     Args:
         texts: A prompt for each sample, in their order.
         encoder: Text encoder of the pipeline.
+        full: Number of prompts encoded so far that fill all tokens; of longer ones the encoder reads the beginning.
     """
 
     texts: list[str]
     encoder: TextEncoder
+    full: int = 0
 
     def tensors(self, indices: list[int], dtype: torch.dtype) -> dict[str, Tensor]:
         """Tensors of a shard for the prompts of some samples."""
-        return _tensors(*self.encoder.encode([self.texts[index] for index in indices]), dtype)
+        embeddings, mask = self.encoder.encode([self.texts[index] for index in indices])
+        ends = embeddings[:, -1].any(-1) if mask is None else mask[:, -1] > 0  # of Wan padding is zeros
+        self.full += int(ends.sum())
+        return _tensors(embeddings, mask, dtype)
 
     def null(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Tensors for the empty prompt."""

@@ -307,6 +307,7 @@ class Cached:
         shape: Shape of a sample's latents; None after a dry run.
         rank: Number of the process.
         world_size: Number of processes.
+        full_prompts: Number of prompts that fill all tokens of the text encoder, in the shards that it wrote.
     """
 
     out: Path
@@ -315,12 +316,15 @@ class Cached:
     shape: tuple[int, ...] | None
     rank: int
     world_size: int
+    full_prompts: int = 0
 
     def __str__(self) -> str:
         who = f"process {self.rank} of {self.world_size} " if self.world_size > 1 else ""
         if self.shape is None:
             return f"{self.out}: {who}would write {self.written} shards"
-        return f"{self.out}: {who}wrote {self.written} of {self.shards} shards, latents {[*self.shape]}"
+        cut = f"; prompts that fill all tokens, where longer ones are cut: {self.full_prompts}"
+        wrote = f"wrote {self.written} of {self.shards} shards, latents {[*self.shape]}"
+        return f"{self.out}: {who}{wrote}{cut if self.full_prompts else ''}"
 
 
 def cache_latents(request: CacheRequest) -> Cached:
@@ -355,7 +359,7 @@ def cache_latents(request: CacheRequest) -> Cached:
         texts = read_prompts(request.prompts, first, place if place.is_dir() else place.parent)
         encoder = TextEncoder(request.vae, device, DTYPES[request.encoder_dtype])
     origin = request.images or request.videos or " ".join(filter(None, (dataset, request.root, split)))
-    written, outs = 0, []
+    written, full, outs = 0, 0, []
     for size, (source, _), indices in zip(sizes, opened, deal_to_sizes(first, sizes), strict=True):
         if not indices:
             say(f"no file is nearest to {size[0]}x{size[1]}: this size gets no cache")
@@ -369,8 +373,9 @@ def cache_latents(request: CacheRequest) -> Cached:
         else:
             outs.append(request.out)
             written += write_cache(source, autoencoder, request, origin, clip, processes, prompts)
+        full += 0 if prompts is None else prompts.full
     if request.dry_run:
         return Cached(request.out, written, None, None, processes.rank, processes.world_size)
     manifests = [read_manifest(out) for out in outs]
     shards, shape = sum(map(count_shards, manifests)), tuple(manifests[0]["shape"])
-    return Cached(request.out, written, shards, shape, processes.rank, processes.world_size)
+    return Cached(request.out, written, shards, shape, processes.rank, processes.world_size, full)

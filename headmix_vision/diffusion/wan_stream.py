@@ -14,7 +14,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline as DiffusionPip
 from diffusers.pipelines.wan.pipeline_output import WanPipelineOutput
 from torch import Tensor
 
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts
 from headmix_vision.models.diffusers_features import found_by_diffusers
 
 
@@ -49,15 +49,17 @@ class WanStreamPipeline(WanPipeline):
             num_frames: frames of the clip, of whole groups: with groups of 7 latent frames 25, 53, 81, 109, ...
 
         Raises:
-            InputError: if the transformer is not causal, there are two, or the frames are not whole groups.
+            InputError: if the transformer is not causal, there are two, a number is out of range, the frames are not
+                whole groups, or ``latents`` has another shape.
         """
+        check_counts(1, num_frames=num_frames, height=height, width=width, num_inference_steps=num_inference_steps)
         length = getattr(self.transformer, "row_frames", None)
         if length is None or self.transformer_2 is not None or self.config.expand_timesteps:
             raise InputError("streaming needs one transformer, converted by wan_to_mhla with causal=True.")
         scale = self.vae_scale_factor_temporal
         groups, rest = divmod((num_frames - 1) // scale + 1, length)
         if rest or not groups or num_frames % scale != 1:
-            near = [scale * (length * count - 1) + 1 for count in (max(groups, 1), groups + 1)]
+            near = sorted({scale * (length * count - 1) + 1 for count in (max(groups, 1), groups + 1)})
             raise InputError(f"num_frames must fill groups of {length} latent frames, got {num_frames}: give {near}.")
         given = (prompt, negative_prompt, height, width, prompt_embeds, negative_prompt_embeds)
         self.check_inputs(*given)
@@ -73,6 +75,11 @@ class WanStreamPipeline(WanPipeline):
         )
         texts = [text.to(dtype) for text in texts[: 1 + self.do_classifier_free_guidance]]
         sizes = (len(texts[0]), self.transformer.config.in_channels, height, width, scale * (length - 1) + 1)
+        if latents is not None:
+            spatial = (side // self.vae_scale_factor_spatial for side in (height, width))
+            expected = (*sizes[:2], groups * length, *spatial)
+            if tuple(latents.shape) != expected:
+                raise InputError(f"latents must have the shape {expected}, got {tuple(latents.shape)}.")
         states: list[Any] = [None] * len(texts)
         features: list[Any] = []
         for group in range(groups):

@@ -15,7 +15,9 @@ from headmix_vision.ops.dispatch import values_are_at_hand
 
 def is_of_keys(attn_mask: Tensor, x: Tensor) -> bool:
     """Return whether an attention mask has one row for all queries and heads, [B or 1, 1, 1, N]."""
-    return attn_mask.ndim == 4 and attn_mask.shape[1:3] == (1, 1) and attn_mask.shape[3] == x.shape[1]
+    if attn_mask.ndim != 4 or attn_mask.shape[0] not in (1, x.shape[0]):
+        return False
+    return attn_mask.shape[1:3] == (1, 1) and attn_mask.shape[3] == x.shape[1]
 
 
 def join_key_masks(

@@ -170,6 +170,10 @@ class SwappedAttention(HeadMixAttention):
         if not hasattr(self, "gate"):
             self.gate = None
 
+    def flops(self, grid: tuple[int, ...] | None = None) -> int:
+        """Return the operations of one image of the grid of the last call, or of another."""
+        return super().flops(self.grid_of_call.shape if grid is None else grid)
+
     def projections(self) -> list[nn.Linear]:
         layers = [getattr(self, name) for name in (*self.names.qkv, self.names.out)]
         return layers if self.gate is None else [*layers, self.gate]

@@ -92,12 +92,12 @@ def attention_errors(pairs: Pairs, *, learn: bool = True) -> Iterator[list[Tenso
     """
     errors: list[Tensor] = []
 
-    def compare(student: nn.Module, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> None:
-        wanted = output.detach().float().flatten(1)
+    def compare(student: nn.Module, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        wanted = _tokens(output).detach().float().flatten(1)
         if "call_grid" in vars(layer):  # layers of Sana are told the grid by the block around them
             student.call_grid = layer.call_grid
         with torch.set_grad_enabled(learn):
-            errors.append(_relative_error(student(*args, **kwargs).float().flatten(1), wanted))
+            errors.append(_relative_error(_tokens(student(*args, **kwargs)).float().flatten(1), wanted))
 
     hooks = [a.register_forward_hook(partial(compare, b), with_kwargs=True) for a, b in pairs]
     try:
@@ -134,6 +134,12 @@ def feature_errors(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     found, wanted = found.float(), wanted.float()
     distance = 1 - F.cosine_similarity(found, wanted, dim=-1).flatten(1).mean(1)
     return distance, _relative_error(found.flatten(1), wanted.flatten(1))
+
+
+def _tokens(output: Any) -> Tensor:
+    """Return what an attention layer computes; layers of transformers return weights beside it."""
+    tokens: Tensor = output[0] if isinstance(output, tuple) else output
+    return tokens
 
 
 def _relative_error(found: Tensor, wanted: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class SanaMHLATransformer2DModel(ConvertedModel, SanaTransformer2DModel):
     """A Sana image transformer whose self-attention is MHLA, in all layers or some; weights are named as in diffusers.
 
     Weights of MHLA are ``transformer_blocks.i.attn1.processor.mixing.*``. Any size is taken that leaves each block a
-    token.
+    token. Threads may call one model only with images of one size.
 
     Args:
         block_grid: blocks along height and width.

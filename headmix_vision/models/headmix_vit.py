@@ -24,6 +24,7 @@ from headmix_vision.layers import HeadMixAttention, SoftmaxCore, undecayed_param
 from headmix_vision.layers.attention import attention_of_layers
 from headmix_vision.layers.convolutions import PatchConv2d
 from headmix_vision.models.names import Variant, register_family
+from headmix_vision.models.swap import record_block_grid
 
 __all__ = ["HeadMixVisionTransformer"]  # timm appends the registered names
 
@@ -144,6 +145,7 @@ class HeadMixVisionTransformer(VisionTransformer):
         attentions = self._attentions()
         for attention in [one for one in attentions if not isinstance(one.core, SoftmaxCore)] or attentions:
             attention.set_block_grid(blocks)
+        record_block_grid(self, blocks)
 
     def _attentions(self) -> list[HeadMixAttention]:
         return [cast(HeadMixAttention, block.attn) for block in self.blocks]

@@ -54,8 +54,10 @@ def read_shift(folder: str | Path) -> float:
     """Read the shift of noise levels of a pipeline's scheduler, 1 where it states none.
 
     Raises:
-        InputError: If the scheduler chooses the shift by the size, or does not predict a velocity.
+        InputError: If it is not such a folder, or the scheduler chooses the shift by the size or does not predict a
+            velocity.
     """
+    read_pipeline(folder)
     file = Path(folder) / "scheduler" / "scheduler_config.json"
     if not file.is_file():
         raise InputError(f"{folder} has no scheduler/{file.name}: set model.pipeline_shift to false")

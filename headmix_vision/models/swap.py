@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from timm.models import beit
+from timm.models import beit, eva
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError, check_counts, check_keywords, is_whole, keywords, pair
@@ -17,12 +17,25 @@ from headmix_vision.models.naflex import NaFlexEmbeds, NaFlexGrid
 from headmix_vision.ops import TokenGrid
 
 
+class _SwappedEvaAttention(SwappedAttention):
+    """EVA's layer: timm resets its biases, and fills the bias of its keys, which is not saved."""
+
+    reset_parameters = eva.EvaAttention.reset_parameters
+    init_non_persistent_buffers = eva.EvaAttention.init_non_persistent_buffers
+    _init_buffers = eva.EvaAttention._init_buffers
+
+
 class _SwappedBeitAttention(SwappedAttention):
     """BEiT's layer: its bias of scores by relative positions stays with softmax."""
 
-    set_window_size = beit.Attention.set_window_size
+    reset_parameters = beit.Attention.reset_parameters
     init_non_persistent_buffers = beit.Attention.init_non_persistent_buffers
     _init_buffers = beit.Attention._init_buffers
+
+    def set_window_size(self, window_size: tuple[int, int]) -> None:
+        """Follow another grid with the bias, where there is one."""
+        if self.relative_position_bias_table is not None:
+            beit.Attention.set_window_size(cast(Any, self), window_size)
 
     def forward(self, x: Tensor, *args: Any, shared_rel_pos_bias: Tensor | None = None, **kwargs: Any) -> Tensor:
         if self.takes_bias:
@@ -57,7 +70,7 @@ KNOWN: dict[str, tuple[type[HeadMixAttention], Names]] = {
     OWN: (HeadMixAttention, Names()),
     "timm.layers.attention.Attention": (SwappedAttention, Names()),
     "timm.layers.attention.AttentionRope": (SwappedAttention, Names()),
-    "timm.models.eva.EvaAttention": (SwappedAttention, Names()),
+    "timm.models.eva.EvaAttention": (_SwappedEvaAttention, Names()),
     "timm.models.beit.Attention": (
         _SwappedBeitAttention,
         Names(bias=("relative_position_bias_table", "relative_position_index")),
@@ -144,9 +157,9 @@ def swap_attention(
     It takes timm's models whose blocks hold attention of ``timm.layers`` (also with rotary positions, norms of queries
     and keys, a gate or grouped queries), EVA and BEiT, and ViT, DeiT, DINOv2 and DINOv3 of transformers. The grid
     follows ``set_input_size`` and ``dynamic_img_size``. NaFlexVit takes batches of pictures of several grids, with
-    ``patch_coord`` and ``patch_valid``: each picture has the outputs that it has alone. With gradient checkpointing and
-    ``dynamic_img_size``, run the backward pass before a forward pass on another size. Rotary positions rotate features
-    in the numerator and not in the denominator.
+    ``patch_coord`` and ``patch_valid``: each picture has the outputs that it has alone. With ``dynamic_img_size`` call
+    the model from one thread at a time, and with gradient checkpointing run the backward pass before a forward pass on
+    another size. Rotary positions rotate features in the numerator and not in the denominator.
 
     >>> import timm, headmix_vision
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=3)  # pretrained=True: with its weights
@@ -176,7 +189,7 @@ def swap_attention(
     check_keywords("swap_attention", options, _OPTIONS)
     if "block_grid" in options:
         options["block_grid"] = pair("block_grid", options["block_grid"])
-    _check_wrappers(model)
+    _check_model(model)
     found, kept = _find(model)
     numbered = [name for name, _ in model.named_modules() if name in found or kept.get(name) == _SWAPPED_BEFORE]
     chosen = _choose(numbered, found, kept, layers, softmax_every)
@@ -223,8 +236,10 @@ SWAPPED = "swapped"  # the name in timm's registry that headmix_vision.models.sw
 _SWAPPED_BEFORE = "it has been swapped before"
 
 
-def _check_wrappers(model: nn.Module) -> None:
-    """Refuse a model whose wrapper has already listed its parameters."""
+def _check_model(model: nn.Module) -> None:
+    """Refuse what is no model, and a model whose wrapper has already listed its parameters."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, got {model!r:.60}.")
     for module in model.modules():
         for cls in type(module).__mro__:
             if cls.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"):
@@ -270,7 +285,7 @@ def _choose(
     """Return the names of the layers to swap, in their order."""
     if not found:
         reasons = {reason: name for name, reason in reversed(kept.items())}
-        why = "; ".join(f"{name} cannot be swapped: {reason}" for reason, name in reversed(reasons.items()))
+        why = "; ".join(f"{name or 'it'} cannot be swapped: {reason}" for reason, name in reversed(reasons.items()))
         raise InputError(f"the model has nothing to swap. {why or 'It has no attention layer that is known here'}.")
     check_counts(0, softmax_every=softmax_every)
     if softmax_every:
@@ -429,6 +444,17 @@ def _record(model: nn.Module, owner: str, layers: list[str], swap: dict[str, Any
     swap = {option: value for option, value in swap.items() if value is not None}
     made._model_args = {**arguments, "swaps": [*as_swaps(arguments["swaps"]), swap]}
     made.pretrained_cfg = made.default_cfg = {**config, "architecture": SWAPPED}
+
+
+def record_block_grid(model: Any, block_grid: tuple[int, ...]) -> None:
+    """Note another block grid of all layers where timm looks for the arguments of a model that it saves."""
+    arguments = getattr(model, "_model_args", None)
+    if arguments is None:
+        return
+    model._model_args = {**arguments, "block_grid": block_grid}
+    if "swaps" in arguments:
+        swaps = as_swaps(arguments["swaps"])
+        model._model_args["swaps"] = [{**swap, "block_grid": block_grid} for swap in swaps]
 
 
 def as_swaps(swaps: Any) -> list[dict[str, Any]]:

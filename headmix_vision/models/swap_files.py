@@ -13,20 +13,23 @@ from __future__ import annotations
 
 import re
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from timm.models import build_model_with_cfg, generate_default_cfgs, is_model, model_entrypoint, register_model
 from timm.models._builder import resolve_pretrained_cfg
 from timm.models._hub import save_config_for_hf
-from torch import nn
+from torch import Tensor, nn
 
 from headmix_vision.errors import InputError, explain
 from headmix_vision.files.reading import check_fields, read_json
 from headmix_vision.files.tensors import read_tensors, write_tensors
 from headmix_vision.files.writing import atomic_path
+from headmix_vision.layers import MixingMatrix
 from headmix_vision.layers.swapped_attention import SwappedAttention
 from headmix_vision.models.building import building
 from headmix_vision.models.swap import SWAPPED, as_swaps, swap_attention
@@ -116,13 +119,15 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     True
 
     Args:
-        model: a model that ``timm.create_model`` made.
+        model: a model that ``timm.create_model`` made; a compiled one is saved as the model in it.
         folder: the folder; files of an earlier model there are replaced.
 
     Raises:
-        InputError: if the model was made in another way, or has arguments that JSON cannot hold.
+        InputError: if the model was made in another way, was changed since, such as by another head, or has arguments
+            that JSON cannot hold.
         OSError: if the folder cannot be written.
     """
+    model = getattr(model, "_orig_mod", model)
     config, arguments = getattr(model, "pretrained_cfg", None), getattr(model, "_model_args", None)
     if not config or not config.get("architecture") or arguments is None:
         raise InputError(
@@ -132,13 +137,48 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     if "swaps" not in arguments and any(isinstance(module, SwappedAttention) for module in model.modules()):
         raise InputError("a part of the model was swapped: save this part, or swap the whole model.")
     folder = Path(folder)
+    described = _described(model)
     with atomic_path(folder / CONFIG) as temporary:
-        try:
-            save_config_for_hf(model, str(temporary))
-        except ValueError as error:
-            raise InputError(f"{type(model).__name__} cannot be saved: {error}") from None
+        temporary.write_bytes(described)
         tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
         write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
+
+
+def _described(model: nn.Module) -> bytes:
+    """Return the configuration of a model, from which timm makes one that takes its weights."""
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place, CONFIG)
+        try:
+            save_config_for_hf(model, str(file))
+        except (AttributeError, ValueError) as error:
+            raise InputError(f"{type(model).__name__} cannot be saved: {error}") from None
+        with torch.device("meta"):  # shapes suffice
+            opened = timm.create_model(f"local-dir:{place}")
+        state = opened.state_dict()
+        for name, module in opened.named_modules():
+            if isinstance(module, MixingMatrix):
+                state[f"{name}.block_grid"] = torch.tensor(module.blocks.block_grid)
+        if difference := _difference(model.state_dict(), state, "in the model"):
+            raise InputError(
+                f"{type(model).__name__} was changed after timm.create_model made it, and could not be opened again:"
+                f" {difference} as it was made."
+            )
+        return file.read_bytes()
+
+
+def _difference(state: Mapping[str, Tensor], own: Mapping[str, Tensor], where: str) -> str | None:
+    """Say how weights differ from those of a model in the first name, shape or block grid; None if they fit."""
+    for name in sorted(state.keys() | own.keys()):
+        shapes = [_shape(name, tensors[name]) if name in tensors else None for tensors in (state, own)]
+        if shapes[0] != shapes[1]:
+            states = ["absent" if shape is None else f"of shape {shape}" for shape in shapes]
+            return f"{name} is {states[0]} {where} and {states[1]}"
+    return None
+
+
+def _shape(name: str, tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of a tensor; of a stored block grid the shape that it stores."""
+    return tuple(tensor.tolist() if name.endswith(".mixing.block_grid") else tensor.shape)
 
 
 def from_pretrained(folder: str | Path) -> nn.Module:
@@ -167,13 +207,9 @@ def from_pretrained(folder: str | Path) -> nn.Module:
             reason = explain(error).splitlines()[0]
             raise InputError(f"{path} describes a model that timm cannot make: {reason}") from None
     state, own = read_tensors(Path(folder) / WEIGHTS), model.state_dict()
-    for name in state.keys() | own.keys():
-        shapes = [tuple(tensors[name].shape) if name in tensors else None for tensors in (state, own)]
-        if shapes[0] != shapes[1]:
-            states = ["absent" if shape is None else f"of shape {shape}" for shape in shapes]
-            raise InputError(
-                f"{Path(folder) / WEIGHTS} belongs to another model than {path} describes: {name} is {states[0]} in the"
-                f" file and {states[1]} in the model."
-            )
+    if difference := _difference(state, own, "in the file"):
+        raise InputError(
+            f"{Path(folder) / WEIGHTS} belongs to another model than {path} describes: {difference} in the model."
+        )
     model.load_state_dict(state)
     return model.eval()

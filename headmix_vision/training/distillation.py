@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 
+from headmix_vision.diffusion.objectives import ObjectiveConfig
 from headmix_vision.errors import InputError, check_counts, check_numbers
 from headmix_vision.files.reading import check_fields
 from headmix_vision.files.tensors import state_sha256
@@ -45,6 +46,7 @@ from headmix_vision.training.options import (
 )
 
 __all__ = ["DistilledClassifier", "DistilledGenerator", "attention_errors", "attention_pairs"]
+_OF_DDPM = ("prediction", "learned_variance", "beta_start", "beta_end")
 _STATE = "distillation"  # entry of a checkpoint
 _DEFAULT_STAGES = AttentionStage(), FeaturesStage(), LabelsStage()
 
@@ -60,12 +62,22 @@ class _Kept:
 
 
 def _check_teacher(checkpoint: dict[str, Any], sha256: str) -> None:
-    """Raise InputError if a checkpoint's student was learning from a teacher with other weights."""
-    if checkpoint.get("teacher_sha256", sha256) != sha256:
+    """Raise InputError if a checkpoint's student was learning from no teacher, or from one with other weights."""
+    if "teacher_sha256" not in checkpoint:
+        raise InputError("the checkpoint has no teacher: go on with the command that wrote it, not headmix distill")
+    if checkpoint["teacher_sha256"] != sha256:
         raise InputError(
-            "model.teacher has other weights than when this run began: name the teacher of then, or begin anew with"
+            "the teacher has other weights than when this run began: name the teacher of then, or begin anew with"
             " --overwrite and without --ckpt-path"
         )
+
+
+def _check_objective(theirs: ObjectiveConfig, ours: ObjectiveConfig) -> None:
+    """Raise InputError if a teacher predicts something else than its student, or from other noise."""
+    for name in ("kind", *(_OF_DDPM if ours.kind == "ddpm" else ())):
+        found, given = getattr(theirs, name), getattr(ours, name)
+        if found != given:
+            raise InputError(f"the teacher was trained with objective.{name}={found}, this run has {given}")
 
 
 class DistilledGenerator(ImageGenerator):
@@ -87,7 +99,8 @@ class DistilledGenerator(ImageGenerator):
         options: Further options of a generator.
 
     Raises:
-        InputError: If there is no such teacher, or it and the model have no layers that differ.
+        InputError: If there is no such teacher, it has another objective, or it and the model have no layers that
+            differ.
     """
 
     def __init__(
@@ -108,7 +121,11 @@ class DistilledGenerator(ImageGenerator):
         start = checkpoint if source is None else checkpoint or str(source)
         super().__init__(name, checkpoint=start, transformer=transformer, **options)
         self.distill_steps, self.teacher_weight = distill_steps, teacher_weight
-        network: nn.Module = open_prompted(str(transformer), []) if source is None else open_network(source)[0]
+        if source is None:
+            network: nn.Module = open_prompted(str(transformer), [])
+        else:
+            network, about = open_network(source)
+            _check_objective(ObjectiveConfig.from_dict(about["objective"]), self.objective_config)
         attention_pairs(network, self.net)
         self._teacher = _Kept(network.train())  # it drops labels as it did
         self._teacher_sha256 = state_sha256(network.state_dict())
@@ -127,10 +144,11 @@ class DistilledGenerator(ImageGenerator):
         """As a generator does.
 
         Raises:
-            InputError: Also if the student was still learning from a teacher with other weights.
+            InputError: Also if the student still learns from the teacher, which had other weights.
         """
         super().on_load_checkpoint(checkpoint)
-        if checkpoint["global_step"] < self.distill_steps:
+        learns = checkpoint["global_step"] < self.distill_steps or self.teacher_weight
+        if self.trainer.state.fn == "fit" and learns:
             _check_teacher(checkpoint, self._teacher_sha256)
 
     def _losses(self, x0: Tensor, labels: Tensor, times: Tensor, noise: Tensor) -> Tensor:

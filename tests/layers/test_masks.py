@@ -315,6 +315,7 @@ REFUSED = [
     ("softmax", {}, lambda x: {"key_mask": torch.ones(2, 5, dtype=torch.bool)}, r"key_mask must be bool \[B, N\]"),
     ("linear", {}, lambda x: {"key_mask": torch.ones(2, TOKENS)}, "key_mask must be bool"),
     ("mhla", {}, lambda x: {"attn_mask": torch.ones(2, 1, TOKENS, TOKENS)}, "Give padding as a key_mask"),
+    ("linear", {}, lambda x: {"attn_mask": torch.zeros(3, 1, 1, TOKENS)}, "Give padding as a key_mask"),
     ("hih", {}, lambda x: {"attn_mask": torch.full((2, 1, 1, TOKENS), -1.5)}, "must hold 0 for real tokens"),
     ("mhla", {}, lambda x: {"grid": SampleGrids.of(SHAPES)}, r"must be bool \[B, N\] = \[2, 32\]"),
     ("mhla", {}, lambda x: {"grid": SampleGrids.of([(5,), (30,)])}, "same number of axes"),

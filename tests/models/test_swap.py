@@ -11,6 +11,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 from timm.layers import Attention, AttentionRope, RotaryEmbeddingCat, apply_rot_embed_cat
+from timm.models._manipulate import reinit_non_persistent_buffers
 from timm.models.eva import EvaAttention
 from timm.optim import param_groups_weight_decay
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from headmix_vision import from_pretrained, save_pretrained, swap_attention
 from headmix_vision.analysis.attention_matrices import record_attention
 from headmix_vision.errors import InputError
 from headmix_vision.layers.swapped_attention import Names, SwappedAttention
+from headmix_vision.models.attention_errors import attention_errors, attention_pairs, tell_grid
 from headmix_vision.models.convert import convert_state_dict
 from headmix_vision.ops import TokenGrid
 from headmix_vision.runs.networks import create_network
@@ -69,6 +71,11 @@ def test_softmax_swapped_in_computes_what_the_model_computed(family):
     model = create(family)
     before = model(images())
     report = swap_attention(model, "softmax")
+    stored = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name not in stored:
+            buffer.fill_(7)
+    reinit_non_persistent_buffers(model)  # as after loading into a model on the meta device
     close(model(images()), before)
     assert report.new == report.left_out == []
 
@@ -185,8 +192,10 @@ def test_trained_models_of_this_package_are_swapped_and_opened(tmp_path):
     assert torch.equal(model(digits), expected) and not torch.equal(linear(digits), expected)
     save_pretrained(linear, tmp_path)
     assert torch.equal(from_pretrained(tmp_path)(digits), linear(digits))
-    linear.set_block_grid(2)
+    linear.set_block_grid((1, 4))
     assert linear.blocks[1].attn.core.mixing.weight.shape == (4, 4)
+    save_pretrained(torch.compile(linear), tmp_path)
+    assert torch.equal(from_pretrained(tmp_path)(digits), linear(digits))
     with pytest.raises(InputError, match=r"blocks.0.attn: cpe=True cannot be added to a layer of this package"):
         swap_attention(model, "linear", cpe=True)
 
@@ -208,11 +217,13 @@ def test_beit_keeps_its_bias_with_softmax_alone():
 
 def test_beit_follows_another_size():
     model = create("beitv2_base_patch16_224")
-    other = copy.deepcopy(model)
+    other, linear = copy.deepcopy(model), copy.deepcopy(model)
     swap_attention(model, "softmax")
-    for one in (model, other):
+    swap_attention(linear, "linear")
+    for one in (model, other, linear):
         one.set_input_size((32, 96))
     close(model(images(32, 96)), other(images(32, 96)))
+    assert linear(images(32, 96)).isfinite().all()
 
 
 @pytest.mark.parametrize("family", ["vit_tiny_patch16_224", "vit_small_patch16_dinov3"])
@@ -228,7 +239,8 @@ def test_the_grid_follows_each_call(family):
     swap_attention(fixed, "mhla", block_grid=2)
     weights = {name: value for name, value in model.state_dict().items() if name != "pos_embed"}
     fixed.load_state_dict(weights, strict=False)
-    assert model.blocks[0].attn.grid_of_call.shape == (6, 2)
+    layer = model.blocks[0].attn
+    assert layer.grid_of_call.shape == (6, 2) and layer.flops() == layer.flops((6, 2)) < layer.flops((4, 4))
     if family == "vit_small_patch16_dinov3":
         close(fixed(images(96, 32)), expected)
     fixed.set_input_size((32, 64))
@@ -413,6 +425,8 @@ def test_models_with_dropped_weights_patches_or_rotation_are_refused():
 
 
 def test_hooks_stay_and_wrappers_are_refused():
+    with pytest.raises(InputError, match=r"model must be a torch.nn.Module, got 'vit_tiny_patch16_224'"):
+        swap_attention("vit_tiny_patch16_224")
     model, calls = create(), []
     handle = model.blocks[0].attn.register_forward_hook(lambda *_: calls.append(1))
     swap_attention(model, "linear", [0])
@@ -454,6 +468,17 @@ def test_models_that_cannot_be_opened_again_are_not_saved(tmp_path):
         save_pretrained(wrapped, tmp_path)
     with pytest.raises(InputError, match=r"norm_layer.* is not serializable"):
         save_pretrained(create(norm_layer=nn.LayerNorm), tmp_path)
+    with pytest.raises(InputError, match="HeadMixDiT cannot be saved"):
+        save_pretrained(timm.create_model("dit_mhla_s_2", depth=1, embed_dim=32, num_heads=2), tmp_path)
+    changed = create(depth=1)
+    swap_attention(changed, "mhla", block_grid=2)
+    changed.blocks[0].attn.set_block_grid((1, 4))  # the same number of blocks
+    with pytest.raises(InputError, match=r"changed after .* of shape \(1, 4\) in the model and of shape \(2, 2\) as"):
+        save_pretrained(changed, tmp_path)
+    changed = create(depth=1)
+    changed.head = nn.Linear(32, 3)
+    with pytest.raises(InputError, match=r"changed after .*: head.bias is of shape \(3,\) in the model"):
+        save_pretrained(changed, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -520,6 +545,11 @@ def test_models_of_transformers_compute_what_they_computed(kind):
     before = model(images(*size)).last_hidden_state
     swapped = copy.deepcopy(model)
     swap_attention(swapped, "softmax")
+    pairs = attention_pairs(model, swapped)
+    tell_grid(pairs, images(*size))
+    with attention_errors(pairs, learn=False) as errors:
+        close(model(images(*size)).last_hidden_state, before)
+    assert len(errors) == 2 and all(float(error.max()) < 1e-8 for error in errors)
     close(swapped(images(*size)).last_hidden_state, before)
     swap_attention(model, "mhla", block_grid=2)
     assert model(images(*size)).last_hidden_state.isfinite().all()

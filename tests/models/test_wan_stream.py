@@ -109,8 +109,15 @@ def test_wrong_calls_are_refused(pipeline):
     ):
         with pytest.raises(ValueError, match=message):
             model.stream(noise(frames), torch.tensor([0]), text, state=state)
-    with pytest.raises(ValueError, match=r"groups of 2 latent frames, got 81: give \[77, 85\]"):
-        next(pipeline.stream(prompt_embeds=text, num_frames=81))
+    for message, options in (
+        (r"groups of 2 latent frames, got 81: give \[77, 85\]", {"num_frames": 81}),
+        (r"groups of 2 latent frames, got 1: give \[5\]", {"num_frames": 1}),
+        ("num_frames must be a whole number of at least 1, got 5.0", {"num_frames": 5.0}),
+        ("num_inference_steps must be a whole number", {"num_frames": 5, "num_inference_steps": 0}),
+        (r"the shape \(1, 4, 4, 4, 6\), got \(1, 4, 2, 8, 12\)", {"num_frames": 13, "latents": noise(2)}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            next(pipeline.stream(prompt_embeds=text, negative_prompt_embeds=text, height=32, width=48, **options))
     with pytest.raises(ValueError, match=r"all 2 layers and rows of blocks of one length: got layers \[1\], 6 tokens"):
         wan_to_mhla(WanTransformer3DModel(**TINY), layers=[1], **ROWS)
     pipeline.transformer = wan_to_mhla(WanTransformer3DModel(**TINY), (1, 1, 1))

@@ -126,6 +126,8 @@ def test_the_command_trains_a_student_of_a_run(tmp_path: Path, capsys: pytest.Ca
     assert "no checkpoint at" in capsys.readouterr().err
     assert distil("--model.teacher", teacher, "--trainer.strategy", "fsdp2") == 2
     assert "set trainer.strategy=ddp" in capsys.readouterr().err
+    assert distil("--model.teacher", teacher, "--model.objective.kind", "ddpm") == 2
+    assert "trained with objective.kind=flow, this run has ddpm" in capsys.readouterr().err
     assert not student.exists()
     assert distil("--model.teacher", teacher, "--model.distill_steps", 1) == 0
     with (student / "metrics.csv").open() as file:
@@ -139,6 +141,7 @@ def test_the_command_trains_a_student_of_a_run(tmp_path: Path, capsys: pytest.Ca
 
     assert run("fit", "-c", config, "--run_dir", teacher, "--seed_everything", 1, "--overwrite", "true") == 0
     more = "--ckpt_path", "last", "--trainer.max_epochs", 2, "--model.teacher", teacher
-    assert distil(*more, "--model.distill_steps", 3) == 2
-    assert "model.teacher has other weights" in capsys.readouterr().err
+    for options in (("--model.distill_steps", 3), ("--model.distill_steps", 1, "--model.teacher_weight", 0.5)):
+        assert distil(*more, *options) == 2
+        assert "the teacher has other weights" in capsys.readouterr().err
     assert distil(*more, "--model.distill_steps", 1) == 0

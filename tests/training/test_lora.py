@@ -112,6 +112,7 @@ def test_wrong_adapters_are_refused_in_one_line(
     )
     refused("--model.lora.alpha has no effect", fit(made, "wan", tmp_path / "no", *LORA[2:]))
     refused("lora.rank must be a whole number", fit(made, "wan", tmp_path / "no", "--model.lora.rank", -1))
+    refused("the checkpoint has no teacher", fit(made, "wan", plain, *last, main=distill.main))
     start_weights = ("--model.checkpoint", plain / "checkpoints" / "last.ckpt")
     refused("does not apply to model.lora", fit(made, "wan", tmp_path / "no", *LORA, *start_weights))
     refused("the checkpoint has model.lora=", fit(made, "wan", run, *pipeline, "--model.lora.rank", 3, *last))

@@ -266,6 +266,9 @@ def test_wrong_input_is_refused_in_one_line(made: Path, tmp_path: Path, capsys: 
     refused("it must have path and prompt", cache("path,label\n0.png,a\n"))
     refused("is not a pipeline folder of diffusers", cache("", vae="wan/vae"))
     refused("a size is height x width", cache("", "--sizes", "16"))
+    long = "".join(f"{number}.png,{'word ' * 400 * (number == 0)}a\n" for number in range(4))
+    assert cache("path,prompt\n" + long, "--workers", 0) == 0
+    assert capsys.readouterr().out.endswith("longer ones are cut: 1\n")
 
     run = tmp_path / "run"
     refused("layers must be a whole number from 0 to 1, got 2", fit(made, "wan", run, "--model.layers", "[2]"))
@@ -273,6 +276,8 @@ def test_wrong_input_is_refused_in_one_line(made: Path, tmp_path: Path, capsys: 
     refused("holds latents of images with 4 channels", fit(made, "wan", run, "--data.root", made / "pictures"))
     refused("samples.every_n_steps must be null", fit(made, "wan", run, "--samples.every_n_steps", 5))
     refused("model.vae=x/y does not apply", fit(made, "wan", run, "--model.vae", "x/y"))
+    missing = ("--model.transformer", tmp_path / "missing")
+    refused("is not a pipeline folder of diffusers: it has no model_index.json", fit(made, "wan", run, *missing))
     shutil.copytree(made / "wan", tmp_path / "wan")
     index = json.loads((tmp_path / "wan" / "model_index.json").read_text())
     (tmp_path / "wan" / "model_index.json").write_text(json.dumps({**index, "_class_name": "FluxPipeline"}))
