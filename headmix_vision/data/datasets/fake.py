@@ -11,7 +11,7 @@ from headmix_vision.data.datasets.base import PreparedSource, RawImage, Source, 
 from headmix_vision.data.seeding import derive_seed
 
 IMAGE_COUNTS = {"train": 4096, "validation": 512}
-NUMBER_COUNT = 1024
+NUMBER_COUNT = 4096
 _NUMBERS_APART = 61
 
 
