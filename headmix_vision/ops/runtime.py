@@ -429,7 +429,7 @@ class KernelFailed(RuntimeError):
     """A kernel does not compile, or cannot be loaded; the message says which, where and why in one line."""
 
 
-INDEX_TYPES = (torch.int32, torch.int64)  # of tables
+TABLE_TYPE = torch.int32  # of the index tables of plans
 # Of the compiler, for all kernels: contract a * b + c, which Triton 3.10 stops doing by itself.
 OPTIONS = {"enable_fp_fusion": True}
 
@@ -451,7 +451,7 @@ class Launch:
         self.grid = (*grid, 1, 1)[:3]
         self._compiled: dict[tuple[bool | None, ...], Any] = {}
         self._kernels: dict[tuple[bool | None, ...], Any] = {}
-        self._tables: list[int] = []  # which tensors are index tables
+        self._tables: list[int] = []  # which tensors are index tables of plans, which may be forgotten
         if torch.version.hip is not None:
             self.constants.pop("maxnreg", None)  # AMD's compiler takes no number of registers
         self._rest = (*self.numbers, *(constants[name] for name in kernel.arg_names if name in constants))
@@ -468,7 +468,7 @@ class Launch:
         else:
             compiled = self._compile_and_run(tensors)  # None from the interpreter, which compiles nothing
             self._kernels[aligned], self._compiled[aligned] = compiled, compiled and compiled[self.grid]
-            self._tables = [i for i, x in enumerate(tensors) if x is not None and x.dtype in INDEX_TYPES]
+            self._tables = [i for i, x in enumerate(tensors) if x is not None and x.dtype == TABLE_TYPE]
         if self._tables:
             keep_for_graphs([tensors[i] for i in self._tables])
         if _recording.tape is not None:

@@ -24,7 +24,7 @@ from headmix_vision.ops.dispatch import (
 )
 from headmix_vision.ops.head_in_head.reference import head_in_head_reference, head_in_head_rwkv7_reference
 from headmix_vision.ops.head_in_head.torch_impl import Inputs, RWKV7Inputs, head_in_head_rwkv7_torch, head_in_head_torch
-from headmix_vision.ops.runtime import NO_KERNELS
+from headmix_vision.ops.runtime import NO_KERNELS, keep_for_graphs
 from headmix_vision.ops.token_scan import ScanTables, TokenScan
 
 IMPL_NAMES = ("auto", "reference", "torch", "triton")
@@ -304,4 +304,9 @@ def head_in_head_rwkv7(
 def _tables(scan: TokenScan | Tensor | None, like: Tensor) -> ScanTables | None:
     if isinstance(scan, TokenScan):
         return None if scan.is_raster else scan.tables(like)
-    return None if scan is None else ScanTables(scan.contiguous())
+    if scan is None:
+        return None
+    order = scan.contiguous()
+    if is_plain(order):  # a graph of torch.compile must not hold what it makes beyond its run
+        keep_for_graphs([order])
+    return ScanTables(order)
