@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.dispatch import FAILED, as_function, gradients_of, stand_in, without_dispatcher
+from headmix_vision.ops.dispatch import FAILED, as_function, gradients_of, register, stand_in, without_dispatcher
 from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla.exchange import mix_over_ranks
 from headmix_vision.ops.mhla.torch_impl import Settings, apply_feature_map, unpack
@@ -152,28 +152,28 @@ def _output_gradients(
     return d_q, d_matrix, d_vector
 
 
-_summarize_op = torch.library.custom_op("headmix_vision::mhla_rank_summarize", _summarize, mutates_args=())
-_apply_op = torch.library.custom_op("headmix_vision::mhla_rank_apply", _apply, mutates_args=())
-_summary_gradients_op = torch.library.custom_op(
-    "headmix_vision::mhla_rank_summary_gradients", _summary_gradients, mutates_args=()
+def _like_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in tensors)
+
+
+_summarize_op = register(
+    "mhla_rank_summarize", _summarize, lambda k, v, settings: _empty_summaries(k, v, _unpack(settings))
 )
-_output_gradients_op = torch.library.custom_op(
-    "headmix_vision::mhla_rank_output_gradients", _output_gradients, mutates_args=()
+_apply_op = register(
+    "mhla_rank_apply", _apply, lambda q, matrix, vector, settings: _empty_outputs(q, matrix, _unpack(settings))
+)
+_summary_gradients_op = register(
+    "mhla_rank_summary_gradients",
+    _summary_gradients,
+    lambda d_matrix, d_vector, k, v, settings: _like_inputs(k, v),
+)
+_output_gradients_op = register(
+    "mhla_rank_output_gradients",
+    _output_gradients,
+    lambda d_out, q, matrix, vector, inverse, settings: _like_inputs(q, matrix, vector),
 )
 _call_summary_gradients = without_dispatcher(_summary_gradients_op, _summary_gradients)
 _call_output_gradients = without_dispatcher(_output_gradients_op, _output_gradients)
-_summarize_op.register_fake(lambda k, v, settings: _empty_summaries(k, v, _unpack(settings)))
-_apply_op.register_fake(lambda q, matrix, vector, settings: _empty_outputs(q, matrix, _unpack(settings)))
-
-
-@_summary_gradients_op.register_fake
-def _(d_matrix, d_vector, k, v, settings):  # type: ignore[no-untyped-def]
-    return k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-@_output_gradients_op.register_fake
-def _(d_out, q, matrix, vector, inverse, settings):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape), matrix.new_empty(matrix.shape), vector.new_empty(vector.shape)
 
 
 def _save_summarized(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
