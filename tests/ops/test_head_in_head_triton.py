@@ -440,9 +440,9 @@ def test_segments_are_for_long_sequences_of_few_small_heads(monkeypatch):
 
     gpu = runtime.Gpu("H200", (9, 0), 227 << 10, 132)
     monkeypatch.setattr(triton_launch, "gpu_behind", lambda device: gpu)
-    assert [count(heads=heads) for heads in (1, 32, 33, 34)] == [128, 132, 132, 0]
-    assert [count(tokens) for tokens in (196, 4096, 16383, 2**16)] == [0, 0, 0, 516]
-    assert [count(r=r) for r in (1, 2, 8)] == [32, 64, 0]
+    assert [count(heads=heads) for heads in (1, 32, 33, 34)] == [64, 65, 65, 0]
+    assert [count(tokens) for tokens in (196, 4096, 16383, 2**16)] == [0, 0, 0, 260]
+    assert [count(r=r) for r in (1, 2, 8)] == [16, 33, 0]
     assert count(dim=72) == count(value_dim=72) == count(dtype=torch.float16) == count(dtype=torch.float32) == 0
     monkeypatch.setattr(triton_launch, "gpu_behind", lambda device: gpu._replace(capability=(8, 0)))
     assert count() == 0

@@ -399,7 +399,6 @@ def inputs_backward_kernel(
     d_strength += sum_vector_rows(of_masked, SUB_HEADS)
     d_sums += sum_vector_rows(of_masked * row_strength, SUB_HEADS)
     d_masked *= to_columns(entries, D, KEYS, SUB_HEADS) * row_strength[:, None]
-    d_key = sum_rows(d_masked, SUB_HEADS)
     gates = b * N * H + tokens * H + h
     tl.store(d_beta + gates, d_strength, mask=exists)
 
@@ -431,7 +430,7 @@ def inputs_backward_kernel(
     d_write += tl.dot(tl.trans(d_system), masked, input_precision=PRECISION)
     d_write = own_columns(d_write, D, SUB_HEADS)
     d_sums -= sum_vector_rows(tl.sum(write.to(tl.float32) * d_write, 1), SUB_HEADS)
-    d_key += sum_rows(d_write, SUB_HEADS)
+    d_key = sum_rows(d_masked + d_write, SUB_HEADS)
     store_tokens(d_k, tokens, exists, H * D, 0, d_key, D, KEYS)
     d_sums = tl.where(place == T - 1, d_sums + of_total, d_sums)
     rate = tl.load(log_decay + b * decay_b + tokens * decay_n + h * decay_h, mask=exists, other=0.0).to(tl.float32)

@@ -39,11 +39,13 @@ PREPARE = Tiles(num_warps=1, num_stages=1)
 SCAN = Tiles(VALUES=64, num_warps=4, num_stages=3)
 CROWDED_SCAN = SCAN | Tiles(num_stages=2)
 INPUTS_BACKWARD = Tiles(VALUES=64, num_warps=4, num_stages=1)
+# Joins are chains of short steps. Value columns need nothing of each other, so that narrow tiles give more programs.
+JOIN = Tiles(VALUES=16, num_warps=4, num_stages=4)
 
 # Segments of a sequence are scanned at once, each twice: for what it does to the state, then for its results.
-SEGMENT = 8  # chunks
+SEGMENT = 16  # chunks
 LEAST_TOKENS = 16384  # of a sequence in segments
-BLOCK_SHARE = 4.5  # of the backward pass: how many times the bytes of q the buffers of a block of segments may have
+BLOCK_SHARE = 6  # of the backward pass: how many times the bytes of q the buffers of a block of segments may have
 
 
 class Saved(NamedTuple):
@@ -212,6 +214,12 @@ def _scan_tiles(heads: int, v: Layout, mask: Layout) -> Tiles:
     return CROWDED_SCAN
 
 
+def _join_tiles(k: Layout, v: Layout) -> Tiles:
+    tiles = JOIN | Tiles(VALUES=min(_columns(v.shape[-1]), JOIN["VALUES"]))
+    fits = k.dtype == torch.bfloat16 and k.shape[-1] <= 64
+    return tiles if fits else tiles | Tiles(num_stages=1)
+
+
 @planned
 def _plan(
     q: Layout, k: Layout, v: Layout, beta: Layout, log_decay: Layout, mask: Layout, d_out: Layout | None,
@@ -258,11 +266,12 @@ def _plan(
             block["inputs_backward"] = Launch(inputs_backward_kernel, (B * H * C,), numbers, constants | tiles)
         if segments:
             is_first = start + count == segments if gradient else start == 0
-            same = {name: scanning[name] for name in ("D", "KEYS", "DV", "VALUES", "LENGTH", "COMPUTE", "PRECISION")}
+            same = {name: scanning[name] for name in ("D", "KEYS", "DV", "LENGTH", "COMPUTE", "PRECISION")}
             forms = dict(INITIAL=given is not None or not is_first, BACKWARD=bool(gradient))
-            tiles = Tiles(num_warps=values["num_warps"], num_stages=1)
+            tiles = _join_tiles(k, v)
             numbers = (count, start * SEGMENT, segments)
-            block["join"] = Launch(join_kernel, (B * H * parts,), numbers, same | forms | tiles)
+            grid = (B * H * -(-Dv // tiles["VALUES"]),)
+            block["join"] = Launch(join_kernel, grid, numbers, same | forms | tiles)
         blocks.append(block)
     return blocks[::-1] if gradient else blocks
 
