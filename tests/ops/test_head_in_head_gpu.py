@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from headmix_vision.ops import TokenScan
-from headmix_vision.ops.head_in_head import triton_kernels
+from headmix_vision.ops.head_in_head import triton_launch
 
 from .helpers import assert_head_in_head_within_budget, head_in_head, make_head_in_head_inputs, values_and_gradients
 from .helpers import run as run_with_gradients
@@ -162,7 +162,7 @@ def test_long_sequences_in_segments(monkeypatch, r):
     """16,384 tokens: errors within budget, equal bits when repeated, and less memory than a scan as one."""
     check(16384, r, batch=1, heads=2)
     inputs, weights = make(16384, r, batch=1, heads=8)
-    assert triton_kernels.count_segments(inputs[0], inputs[2], inputs[5]) > 1
+    assert triton_launch.count_segments(inputs[0], inputs[2], inputs[5]) > 1
 
     def results_and_peak_bytes():
         before = torch.cuda.memory_allocated()
@@ -172,7 +172,7 @@ def test_long_sequences_in_segments(monkeypatch, r):
 
     (first, in_segments), (second, _) = (results_and_peak_bytes() for _ in "ab")
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    monkeypatch.setattr(triton_kernels, "LEAST_TOKENS", 2**31)
+    monkeypatch.setattr(triton_launch, "LEAST_TOKENS", 2**31)
     _, as_one = results_and_peak_bytes()
     assert in_segments < as_one
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from headmix_vision.ops import TokenScan, runtime
-from headmix_vision.ops.head_in_head import triton_kernels, triton_op
+from headmix_vision.ops.head_in_head import triton_launch, triton_op
 
 from .helpers import (
     HEAD_IN_HEAD_NAMES,
@@ -300,8 +300,8 @@ def test_activation_checkpointing(use_reentrant):
 
 def test_without_gradients_no_state_is_saved(monkeypatch):
     calls = []
-    original = triton_kernels.saved
-    monkeypatch.setattr(triton_kernels, "saved", lambda *x: calls.append(original(*x)) or calls[-1])
+    original = triton_launch.saved
+    monkeypatch.setattr(triton_launch, "saved", lambda *x: calls.append(original(*x)) or calls[-1])
     inputs = [x.requires_grad_() for x in make(r=4)]
     with torch.no_grad():
         head_in_head(*inputs, impl="triton")
@@ -372,7 +372,7 @@ def test_tiles_do_not_depend_on_earlier_calls():
 
     def columns(value_dim):
         layouts = map(runtime.layout, make(dtype=torch.bfloat16, value_dim=value_dim)[:6])
-        (block,) = triton_kernels._plan(*layouts, None, None, False, False, 0)
+        (block,) = triton_launch._plan(*layouts, None, None, False, False, 0)
         return block["scan"].constants["VALUES"]
 
     runtime.forget_plans()
@@ -383,12 +383,12 @@ def test_tiles_do_not_depend_on_earlier_calls():
 def in_segments(monkeypatch):
     """Scan all sequences in segments of two chunks, in the backward pass a few segments at a time."""
     gpu, blocks = runtime.find_gpu(torch.device(DEVICE)), []
-    plan = triton_kernels._plan
-    monkeypatch.setattr(triton_kernels, "_plan", lambda *x: blocks.append(len(plan(*x))) or plan(*x))
-    monkeypatch.setattr(triton_kernels, "pays_in_segments", lambda q, v, mask: True)
-    monkeypatch.setattr(triton_kernels, "SEGMENT", 2)
-    monkeypatch.setattr(triton_kernels, "BLOCK_SHARE", 0)
-    monkeypatch.setattr(triton_kernels, "gpu_behind", lambda device: gpu._replace(processors=2))
+    plan = triton_launch._plan
+    monkeypatch.setattr(triton_launch, "_plan", lambda *x: blocks.append(len(plan(*x))) or plan(*x))
+    monkeypatch.setattr(triton_launch, "pays_in_segments", lambda q, v, mask: True)
+    monkeypatch.setattr(triton_launch, "SEGMENT", 2)
+    monkeypatch.setattr(triton_launch, "BLOCK_SHARE", 0)
+    monkeypatch.setattr(triton_launch, "gpu_behind", lambda device: gpu._replace(processors=2))
     runtime.forget_plans()
     yield
     runtime.forget_plans()
@@ -402,7 +402,7 @@ def in_segments(monkeypatch):
 def test_segments(in_segments, r, tokens, dim, value_dim, per_token):
     """The last segment is incomplete, the last block has an empty one; graphs that launch kernels take none."""
     inputs = make(tokens, r, dim=dim, value_dim=value_dim, per_token=per_token, heads=1)
-    in_op, in_graph = (triton_kernels.saved(inputs[0], inputs[2], inputs[5], True, inline) for inline in (False, True))
+    in_op, in_graph = (triton_launch.saved(inputs[0], inputs[2], inputs[5], True, inline) for inline in (False, True))
     assert (in_op.segments, in_graph.segments) == (4, 0)
     assert_agrees(inputs)
 
@@ -436,13 +436,13 @@ def test_segments_keep_what_a_scan_promises(in_segments):
 def test_segments_are_for_long_sequences_of_few_small_heads(monkeypatch):
     def count(tokens=16384, heads=32, r=4, dim=64, value_dim=64, dtype=torch.bfloat16):
         q, v = (torch.empty(1, tokens, heads, d, dtype=dtype, device="meta") for d in (dim, value_dim))
-        return triton_kernels.count_segments(q, v, torch.empty(heads, r, r, device="meta"))
+        return triton_launch.count_segments(q, v, torch.empty(heads, r, r, device="meta"))
 
     gpu = runtime.Gpu("H200", (9, 0), 227 << 10, 132)
-    monkeypatch.setattr(triton_kernels, "gpu_behind", lambda device: gpu)
-    assert [count(heads=heads) for heads in (1, 32, 33, 34)] == [128, 132, 132, 0]
-    assert [count(tokens) for tokens in (196, 4096, 16383, 2**16)] == [0, 0, 0, 516]
-    assert [count(r=r) for r in (1, 2, 8)] == [32, 64, 0]
+    monkeypatch.setattr(triton_launch, "gpu_behind", lambda device: gpu)
+    assert [count(heads=heads) for heads in (1, 32, 33, 34)] == [64, 65, 65, 0]
+    assert [count(tokens) for tokens in (196, 4096, 16383, 2**16)] == [0, 0, 0, 260]
+    assert [count(r=r) for r in (1, 2, 8)] == [16, 33, 0]
     assert count(dim=72) == count(value_dim=72) == count(dtype=torch.float16) == count(dtype=torch.float32) == 0
-    monkeypatch.setattr(triton_kernels, "gpu_behind", lambda device: gpu._replace(capability=(8, 0)))
+    monkeypatch.setattr(triton_launch, "gpu_behind", lambda device: gpu._replace(capability=(8, 0)))
     assert count() == 0

@@ -23,7 +23,7 @@ from headmix_vision.ops.dispatch import (
     stand_in,
     without_dispatcher,
 )
-from headmix_vision.ops.head_in_head import triton_kernels as launch
+from headmix_vision.ops.head_in_head import triton_launch as launch
 from headmix_vision.ops.head_in_head.torch_impl import Inputs, head_in_head_torch
 from headmix_vision.ops.runtime import KernelFailed, device_of
 from headmix_vision.ops.token_scan import ScanTables
@@ -49,7 +49,7 @@ def _forward(
     fallback: bool,
     inline: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the output, the final state and the tensors of :class:`triton_kernels.Saved`."""
+    """Compute the output, the final state and the tensors of :class:`triton_launch.Saved`."""
     inputs = Inputs(q, k, v, beta, log_decay, mask, initial_state)
     out, final, buffers = _outputs(q, v, mask, save, inline)
     if q.shape[0] * q.shape[2] == 0:
