@@ -87,6 +87,7 @@ class RunCLI(LightningCLI):
     module_class: ClassVar[type[LightningModule]]
     data_class: ClassVar[type[LightningDataModule]]
     recipes: ClassVar[str]
+    kind: ClassVar[str]  # a name in `command_help.KINDS`
     runs_folder: ClassVar[str] = "runs"
     summary: str = ""
 
@@ -122,7 +123,7 @@ class RunCLI(LightningCLI):
         super().setup_parser(*args, **kwargs)
         for subcommand, parser in self._subcommand_parsers.items():
             assert isinstance(parser, OptionParser)
-            parser.show_common(partial(subcommand_help, subcommand, self.recipes))
+            parser.show_common(partial(subcommand_help, subcommand, self.kind))
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the seed, a number, so that two runs of one command are equal."""

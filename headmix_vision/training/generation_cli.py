@@ -24,6 +24,7 @@ class GenerationCLI(RunCLI):
     module_class: ClassVar[type[LightningModule]] = ImageGenerator
     data_class = GenerationData
     recipes = "gen"
+    kind = "generator"
     runs_folder = "runs/gen"
 
     @staticmethod

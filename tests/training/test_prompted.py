@@ -273,6 +273,8 @@ def test_wrong_input_is_refused_in_one_line(made: Path, tmp_path: Path, capsys: 
     refused("holds latents of images with 4 channels", fit(made, "wan", run, "--data.root", made / "pictures"))
     refused("samples.every_n_steps must be null", fit(made, "wan", run, "--samples.every_n_steps", 5))
     refused("model.vae=x/y does not apply", fit(made, "wan", run, "--model.vae", "x/y"))
+    hub = ("--model.transformer", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers")
+    refused(f"Download a hub id first: hf download {hub[1]}", fit(made, "wan", run, *hub))
     shutil.copytree(made / "wan", tmp_path / "wan")
     index = json.loads((tmp_path / "wan" / "model_index.json").read_text())
     (tmp_path / "wan" / "model_index.json").write_text(json.dumps({**index, "_class_name": "FluxPipeline"}))
