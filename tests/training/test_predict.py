@@ -25,7 +25,8 @@ def test_folder_and_single_image(reference_run: Path, tmp_path: Path, capfd: pyt
     args = ("predict", "-c", reference_run / "config.yaml", "--ckpt_path", "last", "--data.predict_path")
     assert run(*args, tmp_path / "images") == 0
     out = reference_run / "predictions.csv"
-    assert f"wrote 5 predictions to {out}" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert f"wrote 5 predictions to {out}" in printed
     rows = read_csv(out)
     assert list(rows[0])[:5] == ["file", "label", "probability", "label2", "probability2"]
     assert [Path(row["file"]).name for row in rows] == ["1.png", "2.png", "3.png", "4.png", "0.png"]
@@ -37,6 +38,11 @@ def test_folder_and_single_image(reference_run: Path, tmp_path: Path, capfd: pyt
 
     assert run(*args, tmp_path / "images" / "1.png") == 0
     assert read_csv(out) == rows[:1]
+    (first, last) = (line for line in capfd.readouterr().out.splitlines() if "1.png: " in line or "wrote" in line)
+    assert (
+        first.endswith(f"1.png: {rows[0]['label']} ({100 * float(rows[0]['probability']):.1f} %)") and first in printed
+    )
+    assert last == f"wrote 1 prediction to {out}"
     out.unlink()
 
 
