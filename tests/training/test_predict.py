@@ -8,6 +8,7 @@ from PIL import Image
 
 from headmix_vision.training.parser import with_config_of_run
 
+from . import gen_helpers
 from .helpers import read_csv, run
 
 
@@ -63,3 +64,13 @@ def test_an_evaluated_run_of_an_earlier_version_leaves_out_what_it_left_out(tmp_
         config = ["--config", str(tmp_path / "config.yaml")]
         args = ["--run_dir", str(tmp_path)]
         assert with_config_of_run(["test", *args]) == ["test", *config, *more, *args]
+
+
+def test_a_run_of_the_other_command_is_refused_by_name(
+    reference_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("model: {name: dit_mhla_digits, objective: {kind: flow}}")
+    assert run("predict", "--run-dir", tmp_path, "--data.predict_path", "a.png") == 2
+    assert f"error: {tmp_path} is a run of headmix train-gen" in capfd.readouterr().err
+    assert gen_helpers.run("validate", "--run-dir", reference_run) == 2
+    assert f"error: {reference_run} is a run of headmix train-cls" in capfd.readouterr().err
