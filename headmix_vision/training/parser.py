@@ -30,6 +30,7 @@ def load_yaml(text: str) -> Any:
 set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))
 
 _OPTION = re.compile(r"(?<=^unrecognized arguments: )--[\w.]+|(?<=^argument )--[\w.]+")
+_ONLY_OF = {True: {"objective"}, False: {"loss", "mixup", "swap_args"}}  # options of the model, by `generates`
 _UNKNOWN = re.compile(r"unrecognized arguments: (?P<argument>-\S+)|does not accept option '(?P<key>[^']+)'")
 
 
@@ -178,9 +179,9 @@ def with_config_of_run(args: list[str], *, generates: bool | None = None) -> lis
     config = standing_file(run, CONFIG) if training else run / CONFIG
     if config.is_file():
         settings = _settings(config)
-        if isinstance(model := settings.get("model"), dict) and generates == ("objective" not in model):
-            owner = "headmix train-cls" if generates else "headmix train-gen"
-            raise InputError(f"{given.run_dir} is a run of {owner}")
+        model = settings.get("model")
+        if generates is not None and isinstance(model, dict) and not _ONLY_OF[not generates].isdisjoint(model):
+            raise InputError(f"{given.run_dir} is a run of headmix {'train-cls' if generates else 'train-gen'}")
         return [*subcommand, "--config", str(config), *_rules_of_earlier_versions(settings), *options]
     if training:
         return args
