@@ -150,7 +150,8 @@ def suggest(given: str, known: Iterable[str], otherwise: str = "", *, most: int 
 
 def unknown_keyword(what: str, name: str, known: list[str]) -> str:
     """Say that there is no such argument, which one is near, and which there are."""
-    return f"{what} has no {name!r}{suggest(name, known)}; it takes {', '.join(known) or 'nothing'}."
+    hint = suggest(name, known)
+    return f"{what} has no {name!r}{f'{hint} It' if hint else '; it'} takes {', '.join(known) or 'nothing'}."
 
 
 def check_keywords(what: str, given: object, known: list[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import slips
 from test_wheel import COMMANDS
 
+import headmix_vision
 from headmix_vision.cli import main
 from headmix_vision.console import one_line_errors
 from headmix_vision.errors import InputError
@@ -59,7 +60,6 @@ def test_a_command_runs_by_either_name(capsys, monkeypatch):
     [
         (["modles"], "no command is called 'modles'; did you mean models? The commands are doctor, models, "),
         (["xyz"], "no command is called 'xyz'. The commands are doctor, "),
-        ([], "name a command. The commands are doctor, "),
         (["absent.py"], "script absent.py does not exist"),
     ],
 )
@@ -68,6 +68,17 @@ def test_an_unknown_command_ends_with_one_line(arguments, line, capsys, monkeypa
         run_module(*arguments, monkeypatch=monkeypatch)
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith(f"error: {line}")
+
+
+def test_no_command_ends_with_the_list_of_commands(capsys, monkeypatch):
+    with pytest.raises(SystemExit, match="2"):
+        run_module(monkeypatch=monkeypatch)
+    assert capsys.readouterr().err.startswith("usage: headmix COMMAND")
+
+
+def test_the_version(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == f"headmix_vision {headmix_vision.__version__}\n"
 
 
 def test_a_script_runs_with_the_models_registered(tmp_path: Path):

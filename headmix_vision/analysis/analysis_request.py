@@ -40,7 +40,7 @@ class SensitivityRequest:
         teacher: Run directory, `.ckpt`, export, name in timm, `local-dir:` with a folder of timm or transformers, or
             pipeline folder of Wan or Sana.
         out: Folder to write.
-        data: Name of a data set: digits, folder, torch/NAME, ..., latents for a pipeline; no labels are needed.
+        data: Name of a data set, such as digits, folder, torch/NAME, or latents for a pipeline; no labels are needed.
         student: Run of `headmix distill`, whose trained layers are taken; untrained layers when None.
         teacher_checkpoint: Weights of a teacher that is named in timm.
         core: Core of untrained layers.
@@ -49,7 +49,7 @@ class SensitivityRequest:
         keep: Layers that may stay as they are: the most sensitive ones are named.
         img_size: Height and width of the images; the teacher's when None.
         dry_run: Check everything and write nothing.
-        root: Place of the data.
+        root: Folder or file of the data.
         split: Split of the data.
         images: Number of images, evenly spaced over the split.
         batch_size: Images at a time.
@@ -100,11 +100,11 @@ class AttentionRequest:
         model: Networks: each a run directory, `.ckpt`, export, the name of a model that comes with weights, or
             `local-dir:` with a folder that timm or transformers has saved; also with timm's softmax attention.
         out: Folder to write.
-        data: Name of a data set: digits, folder, torch/NAME, latents, moving_digits, ...
+        data: Name of a data set, such as digits, folder, torch/NAME, latents or moving_digits.
         checkpoint: Of a run directory: `best`, `last` or a file; when None the best, of a generator the last.
         raw: Use the weights being trained, not their EMA.
         dry_run: Check everything and write nothing.
-        root: Place of the data.
+        root: Folder or file of the data.
         split: Split of the data.
         images: Number of images, evenly spaced over the split.
         background: Colour behind transparent pixels.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
+from headmix_vision import __version__
 from headmix_vision.console import one_line_errors
 from headmix_vision.errors import InputError, suggest
 
@@ -39,9 +40,9 @@ COMMANDS = {
         Command("train-gen", "Train and validate generators."),
         Command("distill", "Swap the attention of a trained model and train it to match the original."),
         Command("sample", "Draw samples from a generator."),
-        Command("evaluate", "Score generated images and clips, and classifiers."),
-        Command("export", "Export the network of a run."),
-        Command("analyze", "Look into the attention layers of trained networks."),
+        Command("evaluate", "Score generated images and clips, and features of classifiers."),
+        Command("export", "Export the weights of a run."),
+        Command("analyze", "Measure and draw the attention of trained networks."),
         Command("cache-latents", "Encode images or videos into latents."),
         Command("index-shards", "Make the index of a folder of tar shards."),
     )
@@ -51,13 +52,19 @@ COMMANDS = {
 def main(args: Sequence[str] | None = None) -> None:
     """Run `headmix COMMAND [ARGUMENTS ...]`."""
     name, *arguments = [*(sys.argv[1:] if args is None else args)] or [""]
+    if not name:
+        print(_help(), file=sys.stderr)
+        sys.exit(2)
     if name in ("-h", "--help"):
         print(_help())
         return
+    if name == "--version":
+        print(f"headmix_vision {__version__}")
+        return
     with one_line_errors():
         if name not in COMMANDS:
-            what = f"no command is called {name!r}{suggest(name, list(COMMANDS)) or '.'}" if name else "name a command."
-            raise InputError(f"{what} The commands are {', '.join(COMMANDS)}")
+            hint = suggest(name, list(COMMANDS)) or "."
+            raise InputError(f"no command is called {name!r}{hint} The commands are {', '.join(COMMANDS)}")
     COMMANDS[name](arguments)
 
 
@@ -65,7 +72,7 @@ def _help() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {command.name:{width}}  {command.about}" for command in COMMANDS.values()]
     notes = (
-        "headmix COMMAND --help shows the arguments of a command.",
+        "headmix COMMAND --help shows the arguments of a command, headmix --version the version.",
         "python -m headmix_vision SCRIPT.py runs a script with the models registered with timm.",
     )
     return "\n".join(["usage: headmix COMMAND [ARGUMENTS ...]", "", *lines, "", *notes])

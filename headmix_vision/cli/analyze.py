@@ -11,10 +11,10 @@ from headmix_vision.errors import require_extra
 
 _REQUESTS = {
     "rank": ("rank and stable rank of the attention matrices, by layer and head", ProfileRequest),
-    "entropy": ("how widely and how far queries look, by layer and head", ProfileRequest),
-    "maps": ("what chosen query tokens attend to, as maps over the image", MapsRequest),
+    "entropy": ("entropy and mean distance of the attention weights, by layer and head", ProfileRequest),
+    "maps": ("attention maps of chosen query tokens over the image", MapsRequest),
     "sensitivity": ("error at the output when one attention layer alone is swapped", SensitivityRequest),
-    "mixing": ("what has been learned to mix: heads (IHA, MEA) and token blocks (MHLA)", MixingRequest),
+    "mixing": ("learned mixing weights: of heads (IHA, MEA) and of token blocks (MHLA)", MixingRequest),
 }
 _SWEEP = "train classifiers that differ in one thing, and compare them"
 
@@ -40,7 +40,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(prog="headmix analyze", description="Look into the attention layers of trained networks.")
+    parser = OneLineParser(prog="headmix analyze", description="Measure and draw the attention of trained networks.")
     commands = parser.add_subparsers(dest="kind", required=True)
     for kind, (what, request) in _REQUESTS.items():
         one = commands.add_parser(kind, help=what, description=f"{what[0].upper()}{what[1:]}.")
@@ -64,7 +64,7 @@ def _add_sweep_options(parser: argparse.ArgumentParser) -> None:
         "--task", nargs="+", default=["digits"], metavar="RECIPE",
         help="recipes of headmix train-cls: digits, canvas, emoji, emoji subgroups, imagenet, a file (default: digits)",
     )  # fmt: skip
-    add("--root", help="place of the data (default: that of the recipe)")
+    add("--root", help="folder of the data (default: the recipe's)")
     add("--out", type=Path, required=True, help="folder of the table, the figure and the run directories")
     add("--seeds", type=int, default=3, help="runs of each network (default: 3)")
     add(

@@ -15,8 +15,8 @@ _DESCRIPTION = r"""Encode images or videos into latents once, for training.
         --image-size 256 --out /data/clips256
     torchrun --nproc-per-node 8 --no-python headmix cache-latents ...    # shards are dealt to the processes
 
-An interrupted job goes on with the missing shards. The same latents come out of any number of processes. The names and
-sizes of the files are recorded: a cache is not continued with other files than its shards were made of.
+The same command resumes an interrupted job. Latents do not depend on the number of processes. The cache records names
+and sizes of its files: it is not continued with other files.
 
 --videos is a folder with a folder for each class, of video files or of folders of frames, a folder of these alone, or a
 table .csv with the columns path and label, and, where there are such columns, split, start and end (numbers of frames).

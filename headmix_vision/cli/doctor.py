@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line: exit status 1 if anything is wrong, 2 for wrong input."""
     started_s = time.monotonic()
-    parser = OneLineParser(prog="headmix doctor", description="Check the kernels on this machine in under a minute.")
+    parser = OneLineParser(
+        prog="headmix doctor", description="Check the kernels on this machine, and time them, in under a minute."
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report, without names and paths")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     parser.add_argument("--seed", type=int, default=0, help="another one draws other cases (default: 0)")

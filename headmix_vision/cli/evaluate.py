@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         about = "keep the statistics of real images in a file" if metric is None else metric.help
         unlabelled = () if metric is not None and metric.takes_labels else ("skip_unlabelled",)
         left_out = ("metric", "options", *unlabelled, *(side for side in SIDES if side not in sides))
-        command = commands.add_parser(name, help=about)
+        command = commands.add_parser(name, help=about, description=_sentence(about))
         add_options(
             command, requests.ScoreRequest, leave_out=left_out, required=(*sides, *(("out",) if metric is None else ()))
         )
@@ -64,8 +64,13 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(f"--{option.replace('_', '-')}", type=int, default=default, help=about)
     for name, request in _own_requests().items():
         left_out = ("metric", *(() if name in CLIP_METRICS else ("incomplete",)))
-        add_options(commands.add_parser(name, help=REQUEST_METRICS[name].help), request, leave_out=left_out)
+        about = REQUEST_METRICS[name].help
+        add_options(commands.add_parser(name, help=about, description=_sentence(about)), request, leave_out=left_out)
     return parser
+
+
+def _sentence(about: str) -> str:
+    return f"{about[0].upper()}{about[1:]}."
 
 
 def _own_requests() -> "dict[str, type[Evaluation]]":

@@ -17,10 +17,13 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(prog="headmix export", description="Export a run's weights.")
+    parser = OneLineParser(
+        prog="headmix export",
+        description="Export the weights of a run: of a classifier for timm, of a generator as a pipeline of diffusers.",
+    )
     add = parser.add_argument
     add("run", help="run directory, or a .ckpt file")
-    add("--out", required=True, help="file ending in .safetensors; for a generator a directory")
+    add("--out", required=True, help="file ending in .safetensors; for a generator a folder")
     add("--checkpoint", help="checkpoint of a run directory: best, last or a file (best, of a generator last)")
     add("--raw", action="store_true", help="the weights being trained, not their EMA")
     add("--adapter", action="store_true", help="a LoRA adapter in a file of its own, not merged")

@@ -17,15 +17,15 @@ class CacheRequest:
         frames: Frames of a clip.
         frame_rate: Frames per second of a clip; the video's when None.
         stride: Take every `stride`-th frame of the video instead.
-        clips_per_video: Clips of each video, in even distances.
+        clips_per_video: Evenly spaced clips of each video.
         skip_unusable: Leave out videos that are too short or cannot be read.
         dataset: Name of a data set instead.
-        root: Place of the data set.
+        root: Folder or file of the data set.
         split: Split of the data set; `train` when None.
         vae: Directory or hub id of an autoencoder of images or videos; `none` for pixels.
         prompts: Table .csv with the columns path and prompt, a row for each file; --vae is then the folder of a Wan or
             Sana pipeline, whose text encoder makes the embeddings.
-        out: Directory to write, or to go on with.
+        out: Folder to write or complete.
         image_size: Centre crop in pixels.
         sizes: Sizes HxW in pixels instead, as 480x832 832x480: each file goes to the cache of the nearest shape.
         flip: Store mirrored images too.

@@ -113,13 +113,13 @@ CLIP_METRICS = {
     "fvd": RequestMetric("clip_scores:run_fvd", "Fréchet video distance, kernel distance and controls, of clips"),
     "moving-digits": RequestMetric(
         "clip_scores:run_moving_digits",
-        "share of frames and clips of moving digits with their label's digit and motion",
+        "shares of frames and clips that show the digit and the motion of their label",
     ),
 }
 FEATURE_METRICS = {
     "probe": RequestMetric(
         "probes:run_probe",
-        "what frozen features of a model know of labels: nearest neighbours and a linear probe",
+        "accuracy of nearest neighbours and a linear probe on frozen features of a model",
         unit="images",
     ),
 }
@@ -146,7 +146,7 @@ class Evaluation:
         metric: One of `METRICS`, `REQUEST_METRICS` or `stats`, which keeps the statistics of real images in a file.
         out: File to write.
         overwrite: Replace the file if it exists.
-        root: Place of a data set that needs one.
+        root: Folder or file of a data set that needs one.
         image_size: Scale and centre-crop all samples to this size first.
         background: Colour behind transparent pixels.
         batch_size: Samples at a time.

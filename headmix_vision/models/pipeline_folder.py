@@ -4,6 +4,7 @@ B prompts, L tokens, C width of the text encoder.
 """
 
 import inspect
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from headmix_vision.files.reading import check_fields, check_files, read_json
 
 INDEX = "model_index.json"
 PIPELINES = {"WanPipeline": "WanTransformer3DModel", "SanaPipeline": "SanaTransformer2DModel"}
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _TEXT_OPTIONS = ("max_sequence_length", "clean_caption", "complex_human_instruction")
 _REFUSED = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, ImportError)
 
@@ -28,7 +30,10 @@ def read_pipeline(folder: str | Path) -> dict[str, Any]:
     """
     file = Path(folder) / INDEX
     if not file.is_file():
-        raise InputError(f"{folder} is not a pipeline folder of diffusers: it has no {INDEX}")
+        message = f"{folder} is not a pipeline folder of diffusers: it has no {INDEX}"
+        if _HUB_ID.fullmatch(str(folder)) and not Path(folder).exists():
+            message += f". Download a hub id first: hf download {folder} --local-dir FOLDER"
+        raise InputError(message)
     index = check_fields(str(file), read_json(file), {"_class_name": str})
     if index["_class_name"] not in PIPELINES:
         raise InputError(f"{folder} is a {index['_class_name']}, it must be one of {', '.join(PIPELINES)}")
@@ -54,7 +59,7 @@ def read_shift(folder: str | Path) -> float:
     """Read the shift of noise levels of a pipeline's scheduler, 1 where it states none.
 
     Raises:
-        InputError: If it is not such a folder, or the scheduler chooses the shift by the size or does not predict a
+        InputError: If it is no pipeline folder, or its scheduler chooses the shift by the size or does not predict a
             velocity.
     """
     read_pipeline(folder)

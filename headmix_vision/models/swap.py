@@ -234,6 +234,7 @@ _OPTIONS = [
 SWAP_ARGUMENTS = ["core", "layers", "head_mix", "softmax_every", *_OPTIONS]
 SWAPPED = "swapped"  # the name in timm's registry that headmix_vision.models.swap_files gives swapped models
 _SWAPPED_BEFORE = "it has been swapped before"
+_UNKNOWN = "this class is unknown here; HeadMixAttention can take its place (docs/swap.md)"
 
 
 def _check_model(model: nn.Module) -> None:
@@ -268,7 +269,7 @@ def _reason(module: nn.Module) -> str:
     kind = type(module).__name__
     if isinstance(module, SwappedAttention):
         return _SWAPPED_BEFORE
-    return f"{kind}: {_REASONS.get(kind, 'this class is unknown here')}"
+    return f"{kind}: {_REASONS.get(kind, _UNKNOWN)}"
 
 
 def _class_of(module: nn.Module) -> str:

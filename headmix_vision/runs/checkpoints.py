@@ -112,7 +112,7 @@ def find_checkpoint(run: str | os.PathLike[str], which: str | None = None) -> Pa
     else:
         path = {"best": best, "last": last}.get(which, Path(which))
     if not path.is_file():
-        hint = ""
+        hint = "" if run.exists() else f": {run} does not exist"
         if (run / REPLACED).is_dir():
             hint = f"; the run that was to be replaced is a run directory still: {run / REPLACED}"
         elif path == best and last.is_file():

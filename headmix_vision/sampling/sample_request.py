@@ -19,11 +19,11 @@ class SampleRequest:
 
     Args:
         kind: What is drawn.
-        model: Run directory, `.ckpt` file or directory of an exported pipeline.
+        model: Run directory, `.ckpt` file or folder of an exported pipeline.
         checkpoint: Checkpoint of a run directory: `last`, or a file; the last when None.
         raw: Use the weights being trained, not their EMA.
         num: Number of samples.
-        classes: Labels that take turns, such as 0,3,7, or `balanced`: all of them, as when None.
+        classes: Labels in rotation, such as 0,3,7, or `balanced`: all of them, as when None.
         steps: Sampling steps.
         scheduler: One of euler, heun, dpm++, unipc, ddim and ddpm (`SCHEDULERS`); that of the model when None.
         spacing: Timestep spacing of ddim or ddpm; when None trailing for ddim, and linspace for ddpm, as in DiT.
@@ -32,20 +32,20 @@ class SampleRequest:
         guidance_channels: Channels that are guided.
         size: Height and width in pixels, or one number for both; as in training when None.
         seed: Seed of all samples.
-        batch_size: Samples at a time and process; 64 images or 8 videos when None.
-        out: Folder to write, or to go on with; `samples/<name of the run>` when None.
+        batch_size: Samples per process and step; 64 images or 8 videos when None.
+        out: Folder to write or complete; `samples/<name of the run>` when None.
         npz: Also write `samples.npz`, as ADM's evaluation takes it.
-        vae: Another autoencoder than the recorded one: directory or hub id.
+        vae: Autoencoder to use instead of the recorded one: folder or hub id.
         dry_run: Check everything and write nothing.
         device: Device as torch names it; a GPU if there is one when None.
         dtype: Type of the network's weights.
-        frames: Frames of a video; as in training when None. Positions go on beyond the length of training.
+        frames: Frames of a video; as in training when None. Positions continue beyond the length of training.
         frame_rate: Frames per second; as in training when None.
         first_frame: Image that is the first frame of all videos.
-        extend: Draw window by window until `frames`, each going on from the last frames before it; from a clip if one
-            is named, else from the samples themselves (`EXTEND_SAMPLES`).
-        overlap: Frames of a window that are those before it; half of the window when None.
-        extend_guidance: Guidance of windows that go on from frames, 0 to leave out the class; that of others when None.
+        extend: Draw window by window until `frames`, each continuing the last frames before it; those of a clip if one
+            is named, else of the samples themselves (`EXTEND_SAMPLES`).
+        overlap: Frames that a window shares with the one before it; half of the window when None.
+        extend_guidance: Guidance of windows that continue frames, 0 to leave out the class; `guidance` when None.
         format: Files to watch, besides the lossless ones.
 
     Raises:

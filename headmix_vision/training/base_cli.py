@@ -87,6 +87,7 @@ class RunCLI(LightningCLI):
     module_class: ClassVar[type[LightningModule]]
     data_class: ClassVar[type[LightningDataModule]]
     recipes: ClassVar[str]
+    kind: ClassVar[str]  # a name in `command_help.KINDS`
     runs_folder: ClassVar[str] = "runs"
     summary: str = ""
 
@@ -122,7 +123,7 @@ class RunCLI(LightningCLI):
         super().setup_parser(*args, **kwargs)
         for subcommand, parser in self._subcommand_parsers.items():
             assert isinstance(parser, OptionParser)
-            parser.show_common(partial(subcommand_help, subcommand, self.recipes))
+            parser.show_common(partial(subcommand_help, subcommand, self.kind))
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the seed, a number, so that two runs of one command are equal."""
@@ -435,11 +436,14 @@ def _silence_what_does_not_apply() -> None:
         "Checkpoint directory .* exists and is not empty",  # settled by RunDirectory
         "The AccumulateGrad node's stream does not match",  # Lightning sets up DDP on a stream of its own
         "It is recommended to use `self.log.*sync_dist",  # torchmetrics has added up the processes
+        "Total length of `list` across ranks is zero",  # a run without a validation split
         r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # between Lightning and torch
     ):
         warnings.filterwarnings("ignore", message=message)
     advertised = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    advertised.addFilter(lambda record: not any(name in record.getMessage() for name in ("litlogger", "litmodels")))
+    advertised.addFilter(
+        lambda record: not any(name in record.getMessage() for name in ("litlogger", "litmodels", "TPU available"))
+    )
 
 
 def run_words(
@@ -464,7 +468,8 @@ def run_words(
     _silence_what_does_not_apply()
     with ExitStack() as resources, request.installed(), ending():
         try:
-            given = with_config_of_run([with_underscores(word) for word in words])
+            generates = cli.kind in ("generator", "distilled")
+            given = with_config_of_run([with_underscores(word) for word in words], generates=generates)
             return cli(request, resources, with_config_paths(given, cli.recipes, default_config))
         except MisconfigurationException as error:
             raise InputError(str(error)) from error

@@ -29,6 +29,7 @@ class ClassificationCLI(RunCLI):
     module_class: ClassVar[type[LightningModule]] = ImageClassifier
     data_class = ClassificationData
     recipes = "cls"
+    kind = "classifier"
     best_class: ClassVar[type] = BestConfig
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

@@ -4,10 +4,12 @@ Defaults stand in brackets; a test compares them with the options themselves.
 """
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 
 from headmix_vision.console import command_words
 from headmix_vision.errors import InputError
+from headmix_vision.recipes import recipe_names
 
 Options = dict[str, str]
 
@@ -15,53 +17,58 @@ KINDS = {
     "classifier": ("Train and evaluate image classifiers.", ("fit", "validate", "test", "predict")),
     "generator": ("Train generators of images and videos.", ("fit", "validate")),
     "distilled": (
-        "Train a generator to match a teacher with another attention. For classifiers: headmix distill classifier.",
+        "Train a generator to match a teacher with another attention. For classifiers: headmix distill classifier fit.",
         ("fit", "validate"),
     ),
     "distilled_classifier": (
-        "Swap the attention of a classifier or backbone, and train it after the original.",
+        "Swap the attention of a classifier or backbone, and train it to match the original.",
         ("fit", "validate", "test", "predict"),
     ),
 }
+RECIPES = {"classifier": "cls", "generator": "gen", "distilled": "gen", "distilled_classifier": "distill"}
 DESCRIPTIONS = {
     "fit": "Train a model; without a recipe, a small one on handwritten digits.",
-    "validate": "Measure a run's model on the validation split.",
-    "test": "Measure a run's model on the test split.",
-    "predict": "Predict the classes of images with a run's model.",
+    "validate": "Evaluate the model of a run on the validation split.",
+    "test": "Evaluate the model of a run on the test split.",
+    "predict": "Predict the classes of images with the model of a run.",
+}
+_FIT = {  # where it is another than above
+    "distilled": "Train a student to match a teacher: --model.teacher RUN, or --model.transformer PIPELINE.",
+    "distilled_classifier": "Train a student to match a teacher; without a recipe, on handwritten digits.",
 }
 
 _HELP = ("-h", "--help", "--help-all")
 _START: Options = {
-    "config": "YAML; later ones win, model_args as a whole",
+    "config": "recipes or YAML files; later ones win",
     "run_dir": "folder of the run",
 }
 _RUN: Options = {
     "overwrite": "replace an earlier run in the folder",
-    "ckpt_path": "go on from: last, auto (last if any), a file",
-    "seed_everything": "seed of everything that is random",
-    "print_config": "print the values of all options",
+    "ckpt_path": "resume: last, auto (last if any), a file",
+    "seed_everything": "seed of all random numbers",
+    "print_config": "print the values of all options, and end",
 }
 _EVALUATION: Options = {
-    "ckpt_path": "best, last or a file; the best of the run if not given",
-    "trust_config": "let the YAML name any class, address and folder",
+    "ckpt_path": "best, last or a file; best if not given",
+    "trust_config": "let the YAML name any class or address",
 }
 _DRY: Options = {"dry_run": "try everything with one batch, write nothing"}
 _NETWORK: Options = {
     "model.name": "name in timm",
     "model.num_classes": "classes; the model's if not given",
-    "model.model_args": "further ones: --model.model_args.cpe true",
-    "model.checkpoint": "start weights",
+    "model.model_args": "others: --model.model_args.cpe true",
+    "model.checkpoint": "weights to start from",
 }
 _TRAINING: Options = {
-    "trainer.max_epochs": "length of the run",
+    "trainer.max_epochs": "epochs of the run",
     "model.optimizer.opt": "optimizer in timm (adamw)",
     "ema.decay": "decay of the EMA; null for none (0.9996)",
-    "analysis.every_n_epochs": "log ranks of attention; never if not given",
+    "analysis.every_n_epochs": "epochs between ranks of attention",
 }
 _DATA: Options = {
     "data.dataset": "digits, folder, torch/NAME, ... (digits)",
-    "data.root": "place of the data",
-    "data.num_workers": "processes that read images",
+    "data.root": "folder or file of the data",
+    "data.num_workers": "worker processes that read images",
 }
 _DEVICES: Options = {
     "trainer.accelerator": "cpu, gpu or auto (auto)",
@@ -75,27 +82,36 @@ _CLASSIFIER: Options = {
     "model.loss.smoothing": "label smoothing (0.1)",
     "model.mixup.mixup_alpha": "mixup; 0 for none (0.2)",
     "model.mixup.cutmix_alpha": "CutMix; 0 for none (1.0)",
-    "best.monitor": "metric that selects the best checkpoint (val/top1)",
+    "best.monitor": "metric of best.ckpt (val/top1)",
 }
 _GENERATOR: Options = {
     "model.optimizer.lr": "peak learning rate (0.0001)",
     "model.optimizer.weight_decay": "weight decay",
     "model.schedule.warmup_epochs": "epochs of warm-up",
-    "model.vae": "autoencoder of the latents; none for pixels",
+    "model.vae": "autoencoder of latents; none for pixels",
     "model.objective.kind": "flow or ddpm (flow)",
-    "samples.every_n_steps": "draw samples every so many steps; null for never (1000)",
-    "fid.every_n_epochs": "score samples every so many epochs; never if not given",
+    "samples.every_n_steps": "steps between samples (1000)",
+    "fid.every_n_epochs": "epochs between scores of samples",
 }
 
+_CONVERTED: Options = {
+    "model.transformer": "Wan or Sana pipeline to convert to MHLA",
+    "model.layers": "its layers to convert; all if not given",
+}
+_TEACHER: Options = {
+    "model.teacher": "run or .ckpt of a generator",
+    "model.distill_steps": "steps on attention layers (1000)",
+    "model.teacher_weight": "weight of the teacher's prediction after",
+}
 _STUDENT: Options = {
-    "model.teacher": "run, .ckpt, export, name in timm, local-dir:FOLDER",
+    "model.teacher": "run, file, name in timm, local-dir:FOLDER",
     "model.teacher_checkpoint": "weights of a name in timm",
     "model.core": "new core (mhla)",
-    "model.layers": "layers to swap, by number or name; all if not given",
-    "model.softmax_every": "k: the first of each k layers stays; 0 for none",
-    "model.swap_args": "further ones: --model.swap_args.block_grid '[4,4]'",
-    "model.img_size": "size of the input; else the teacher's",
-    "model.labelled": "whether accuracy is measured, too",
+    "model.layers": "layers to swap; all if not given",
+    "model.softmax_every": "k: keep the first of each k layers",
+    "model.swap_args": "others: --model.swap_args.block_grid '[4,4]'",
+    "model.img_size": "input size; the teacher's if not given",
+    "model.labelled": "whether the data have labels",
 }
 _STAGES: Options = {
     "model.attention.steps": "steps on outputs of attention layers (1000)",
@@ -106,50 +122,55 @@ _STAGES: Options = {
     "model.labels.lr": "their peak learning rate (5e-05)",
     "model.optimizer.opt": "optimizer in timm (adamw)",
     "ema.decay": "decay of the EMA; null for none (0.9996)",
-    "early_stopping.patience": "end a stage after so many validations without a gain",
-    "best.monitor": "metric that selects the best checkpoint (val/feature_cosine)",
+    "early_stopping.patience": "validations without gain to end a stage",
+    "best.monitor": "metric of best.ckpt (val/feature_cosine)",
 }
 
 
-def common_options(subcommand: str, recipes: str) -> dict[str, Options]:
+def common_options(subcommand: str, kind: str) -> dict[str, Options]:
     """Return the common options of a subcommand with their help, by the title of their group.
 
     Args:
         subcommand: `fit`, `validate`, `test` or `predict`.
-        recipes: `cls` for classifiers, `gen` for generators, `distill` for distilled classifiers.
+        kind: What is trained, a name in `KINDS`.
     """
-    generator = recipes == "gen"
+    generator = kind in ("generator", "distilled")
     if subcommand != "fit":
         paths = {"data.predict_path": "image or folder of images"} if subcommand == "predict" else {}
         batch = {"data.eval_batch_size": "samples per process and step"}
         return {"run": _START | _EVALUATION | _DRY, "data": paths | _DATA | batch, "devices": _DEVICES}
-    if recipes == "distill":
+    if kind == "distilled_classifier":
         run, data = _START | _RUN | _DRY, _DATA | {"data.batch_size": "samples per process and step (128)"}
         return {"run": run, "model": _STUDENT, "training": _STAGES, "data": data, "devices": _DEVICES}
-    size = {"model.input_size" if generator else "model.img_size": "size of the input; else the model's"}
+    size = {"model.input_size" if generator else "model.img_size": "input size; the model's if not given"}
     batch = {"data.batch_size": f"samples per process and step ({256 if generator else 128})"}
     training = _TRAINING | (_GENERATOR if generator else _CLASSIFIER)
+    pipeline = _CONVERTED if generator else {}
     return {
         "run": _START | _RUN | _DRY,
-        "model": _NETWORK | size,
+        "model": (_TEACHER if kind == "distilled" else {}) | _NETWORK | size | pipeline,
         "training": training,
         "data": _DATA | batch,
         "devices": _DEVICES,
     }
 
 
-def subcommand_help(subcommand: str, recipes: str) -> str:
+def _about(subcommand: str, kind: str) -> str:
+    return (_FIT.get(kind) if subcommand == "fit" else None) or DESCRIPTIONS[subcommand]
+
+
+def subcommand_help(subcommand: str, kind: str) -> str:
     """Return the help of a subcommand: its common options."""
     prog = " ".join([*command_words(), subcommand])
     shown = argparse.ArgumentParser(
         prog,
         f"{prog} [-c RECIPE ...] [--OPTION VALUE ...]",
-        DESCRIPTIONS[subcommand],
+        _about(subcommand, kind),
         epilog=f"All options, which are the keys of a recipe's YAML file:\n  {prog} --help-all",
         add_help=False,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34),
     )
-    for title, options in common_options(subcommand, recipes).items():
+    for title, options in common_options(subcommand, kind).items():
         group = shown.add_argument_group(title)
         for name, text in options.items():
             names = ["-c", "--config"] if name == "config" else [spelled(f"--{name}")]
@@ -158,12 +179,14 @@ def subcommand_help(subcommand: str, recipes: str) -> str:
 
 
 def command_help(kind: str) -> str:
-    """Return the help of a command: its subcommands."""
+    """Return the help of a command: its subcommands and recipes."""
     about, subcommands = KINDS[kind]
     prog = " ".join(command_words())
-    lines = [f"  {name:10}{DESCRIPTIONS[name]}" for name in subcommands]
+    lines = [f"  {name:10}{_about(name, kind)}" for name in subcommands]
     usage = f"usage: {prog} {{{','.join(subcommands)}}} [-c RECIPE ...] [--OPTION VALUE ...]"
-    return "\n".join([usage, "", about, "", *lines, "", f"{prog} {subcommands[0]} --help shows its options."]) + "\n"
+    recipes = textwrap.wrap(f"Recipes: {', '.join(recipe_names(RECIPES[kind]))}.", 80, break_on_hyphens=False)
+    ending = f"{prog} {subcommands[0]} --help shows its options."
+    return "\n".join([usage, "", about, "", *lines, "", *recipes, "", ending]) + "\n"
 
 
 def asked_help(kind: str, args: Sequence[str]) -> str | None:
@@ -174,7 +197,7 @@ def asked_help(kind: str, args: Sequence[str]) -> str | None:
     if last not in ("-h", "--help"):
         return None
     if len(words) == 1 and words[0] in KINDS[kind][1]:
-        return subcommand_help(words[0], {"classifier": "cls", "distilled_classifier": "distill"}.get(kind, "gen"))
+        return subcommand_help(words[0], kind)
     return None
 
 

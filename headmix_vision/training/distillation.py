@@ -116,7 +116,9 @@ class DistilledGenerator(ImageGenerator):
         check_counts(0, distill_steps=distill_steps)
         check_numbers(0, **{"model.teacher_weight": teacher_weight})
         if (teacher is None) == (transformer is None):
-            raise InputError("give either model.teacher, a run, or model.transformer, the folder of a pipeline")
+            raise InputError(
+                "name one teacher: --model.teacher RUN, or --model.transformer PIPELINE_FOLDER of Wan or Sana"
+            )
         source = None if teacher is None else find_checkpoint(Path(teacher))
         start = checkpoint if source is None else checkpoint or str(source)
         super().__init__(name, checkpoint=start, transformer=transformer, **options)

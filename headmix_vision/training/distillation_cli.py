@@ -41,6 +41,7 @@ class DistillationCLI(_OfTeacher, GenerationCLI):
     """Train generators after a teacher, from the command line: `headmix distill`."""
 
     module_class = DistilledGenerator
+    kind = "distilled"
     runs_folder = "runs/distilled"
 
 
@@ -49,6 +50,7 @@ class ClassifierDistillationCLI(_OfTeacher, ClassificationCLI):
 
     module_class = DistilledClassifier
     recipes = "distill"
+    kind = "distilled_classifier"
     runs_folder = "runs/distilled"
     best_class = DistilledBestConfig
 

@@ -24,6 +24,7 @@ class GenerationCLI(RunCLI):
     module_class: ClassVar[type[LightningModule]] = ImageGenerator
     data_class = GenerationData
     recipes = "gen"
+    kind = "generator"
     runs_folder = "runs/gen"
 
     @staticmethod
@@ -104,7 +105,8 @@ class GenerationCLI(RunCLI):
             return
         loss = f"training loss {rows[-1]['train/loss']:.4f} (epoch {rows[-1]['epoch'] + 1:.0f}) · " if rows else ""
         samples = "videos" if len(self.model.net.input_size) == 3 else "images"
-        where = f"run {run_dir} · samples {run_dir / SAMPLES}"
+        drawn = f" · samples {run_dir / SAMPLES}" if (run_dir / SAMPLES).is_dir() else ""
+        where = f"run {run_dir}{drawn}"
         self.summary = f"{loss}{where} · next: headmix sample {samples} --model {run_dir}"
         if self.options.model.transformer is not None:
             self.summary = f"{loss}run {run_dir} · next: headmix export {run_dir} --out FOLDER"

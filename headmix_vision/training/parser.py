@@ -30,6 +30,7 @@ def load_yaml(text: str) -> Any:
 set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))
 
 _OPTION = re.compile(r"(?<=^unrecognized arguments: )--[\w.]+|(?<=^argument )--[\w.]+")
+_ONLY_OF = {True: {"objective"}, False: {"loss", "mixup", "swap_args"}}  # options of the model, by `generates`
 _UNKNOWN = re.compile(r"unrecognized arguments: (?P<argument>-\S+)|does not accept option '(?P<key>[^']+)'")
 
 
@@ -154,8 +155,16 @@ def with_underscores(word: str) -> str:
     return f"--{option[2:].replace('-', '_')}{sign}{value}" if is_key else word
 
 
-def with_config_of_run(args: list[str]) -> list[str]:
-    """Insert the config of the run in `--run_dir` if none is given and that run is read: evaluated or resumed."""
+def with_config_of_run(args: list[str], *, generates: bool | None = None) -> list[str]:
+    """Insert the config of the run in `--run_dir` if none is given and that run is read: evaluated or resumed.
+
+    Args:
+        args: Subcommand and options.
+        generates: Whether the command trains generators; None to take any run.
+
+    Raises:
+        InputError: There is no such run, or it belongs to the other command.
+    """
     subcommand, options = args[:1], args[1:]
     if not subcommand or any(arg.startswith("-c") or arg.split("=")[0] == "--config" for arg in options):
         return args
@@ -169,17 +178,27 @@ def with_config_of_run(args: list[str]) -> list[str]:
     run = Path(given.run_dir)
     config = standing_file(run, CONFIG) if training else run / CONFIG
     if config.is_file():
-        return [*subcommand, "--config", str(config), *_rules_of_earlier_versions(config), *options]
+        settings = _settings(config)
+        model = settings.get("model")
+        if generates is not None and isinstance(model, dict) and not _ONLY_OF[not generates].isdisjoint(model):
+            raise InputError(f"{given.run_dir} is a run of headmix {'train-cls' if generates else 'train-gen'}")
+        return [*subcommand, "--config", str(config), *_rules_of_earlier_versions(settings), *options]
     if training:
         return args
     raise InputError(f"there is no run in {given.run_dir}: {config} does not exist")
 
 
-def _rules_of_earlier_versions(config: Path) -> list[str]:
-    """Return options by which a run is read as it was trained: tables left pictures out that had no label."""
+def _settings(config: Path) -> dict[str, Any]:
+    """Read the config of a run; a file that the parser will refuse holds nothing."""
     try:
-        data = load_yaml(read_text(config)).get("data", {})
-    except (yaml.YAMLError, InputError, AttributeError):
-        return []  # which the parser refuses
+        settings = load_yaml(read_text(config))
+    except (yaml.YAMLError, InputError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def _rules_of_earlier_versions(settings: dict[str, Any]) -> list[str]:
+    """Return options by which a run is read as it was trained: tables left pictures out that had no label."""
+    data = settings.get("data", {})
     is_table = isinstance(data, dict) and str(data.get("dataset", "")).startswith("table/")
     return ["--data.skip_unlabelled", "true"] if is_table and "skip_unlabelled" not in data else []

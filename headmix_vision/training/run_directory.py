@@ -24,7 +24,6 @@ from headmix_vision.files.writing import hold_lock, remove_temporaries
 from headmix_vision.runs.checkpoints import find_standing_checkpoint, remove_unfinished
 from headmix_vision.runs.directory import (
     CHECKPOINTS,
-    CONFIG,
     LAST,
     LOCK,
     REPLACED,
@@ -202,4 +201,4 @@ def resume_command(run_dir: Path) -> str:
         local_size, nodes = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("GROUP_WORLD_SIZE", "1")
         program = words[1:] if words[0] == "python" else ["--no-python", *words]
         words = ["torchrun", "--nnodes", nodes, "--nproc-per-node", str(local_size), *program]
-    return f"{' '.join(words)} fit -c {run_dir / CONFIG} --ckpt-path last"
+    return f"{' '.join(words)} fit --run-dir {run_dir} --ckpt-path last"

@@ -126,6 +126,12 @@ def test_missing_split(image_root: Path) -> None:
         attach(folder_data(image_root), **MODEL)
 
 
+def test_class_folders_without_a_split_around_them(image_root: Path) -> None:
+    root = image_root / "train"
+    with pytest.raises(ValueError, match=rf"has no train split: .* move them into {root}/train"):
+        attach(folder_data(root), **MODEL)
+
+
 def test_empty_class_folder(image_root: Path) -> None:
     (image_root / "train" / "bug").mkdir()
     (image_root / "train" / ".cache").mkdir()

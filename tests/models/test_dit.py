@@ -12,6 +12,7 @@ import timm.optim
 import torch
 
 from headmix_vision.diffusion import HeadMixDiTPipeline, ObjectiveConfig, create_scheduler
+from headmix_vision.layers import CORES as REGISTERED
 from headmix_vision.models import HeadMixDiT
 from headmix_vision.models.convert_dit import convert_dit_state_dict, read_dit_weights
 from headmix_vision.models.dit_blocks import sincos_positions
@@ -50,7 +51,7 @@ def test_every_registered_name(name, depth):
         out = model(x, torch.zeros(2), torch.zeros(2, dtype=torch.long))
     assert out.shape == x.shape
     words = name.split("_")
-    assert timm.is_model(name) and model.config.core == (words[1] if words[1] in CORES else "softmax")
+    assert timm.is_model(name) and model.config.core == (words[1] if words[1] in REGISTERED else "softmax")
     assert model.config.head_mix == next((mix for mix in ("iha", "mea") if mix in words), None)
     assert model.config.output_norm == ("mea" in words or "hih" in words)
 

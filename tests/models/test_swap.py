@@ -369,7 +369,7 @@ def test_models_keep_softmax_in_some_layers():
         ("vit_base_patch16_xp_224", "blocks.0 cannot be swapped: ParallelScalingBlock: its attention and MLP"),
         ("vit_relpos_small_patch16_224", "RelPosAttention: relative positions bias its softmax"),
         ("pit_ti_224", "transformers.0.blocks.0.attn cannot be swapped: no module around it names a token grid"),
-        ("sam2_hiera_tiny", "MultiScaleAttention: this class is unknown here"),
+        ("sam2_hiera_tiny", "MultiScaleAttention: this class is unknown here; HeadMixAttention can take its place"),
         ("resnet10t", "It has no attention layer that is known here"),
     ],
 )

@@ -123,7 +123,7 @@ def test_the_command_trains_a_student_of_a_run(tmp_path: Path, capsys: pytest.Ca
         return 0
 
     assert distil("--model.teacher", tmp_path / "none") == 2
-    assert "no checkpoint at" in capsys.readouterr().err
+    assert f"(asked for best): {tmp_path / 'none'} does not exist" in capsys.readouterr().err
     assert distil("--model.teacher", teacher, "--trainer.strategy", "fsdp2") == 2
     assert "set trainer.strategy=ddp" in capsys.readouterr().err
     assert distil("--model.teacher", teacher, "--model.objective.kind", "ddpm") == 2

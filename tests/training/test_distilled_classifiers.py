@@ -301,9 +301,9 @@ def test_shipped_recipes_train(recipe: str, teacher: str, tmp_path: Path) -> Non
 
 def test_the_command_that_resumes_names_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/bin/headmix", "distill", "classifier", "fit"])
-    assert resume_command(Path("a")) == "headmix distill classifier fit -c a/config.yaml --ckpt-path last"
+    assert resume_command(Path("a")) == "headmix distill classifier fit --run-dir a --ckpt-path last"
     monkeypatch.setattr("sys.argv", ["/bin/headmix-distill", "generator", "fit"])
-    assert resume_command(Path("a")) == "headmix-distill generator fit -c a/config.yaml --ckpt-path last"
+    assert resume_command(Path("a")) == "headmix-distill generator fit --run-dir a --ckpt-path last"
 
 
 @pytest.mark.slow

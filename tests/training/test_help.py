@@ -56,7 +56,7 @@ def test_the_help_names_options_that_exist_and_their_defaults(command: str, monk
     assert tuple(subcommands) == KINDS[command][1]
     for subcommand, parser in subcommands.items():
         defaults = parser.get_defaults()
-        for options in common_options(subcommand, CLIS[command].recipes).values():
+        for options in common_options(subcommand, command).values():
             for name, text in options.items():
                 said = re.search(r" \(([^ ]*)\)$", text)
                 default = defaults.get(parser._option_string_actions[f"--{name}"].dest)

@@ -8,6 +8,7 @@ from PIL import Image
 
 from headmix_vision.training.parser import with_config_of_run
 
+from . import gen_helpers
 from .helpers import read_csv, run
 
 
@@ -25,7 +26,8 @@ def test_folder_and_single_image(reference_run: Path, tmp_path: Path, capfd: pyt
     args = ("predict", "-c", reference_run / "config.yaml", "--ckpt_path", "last", "--data.predict_path")
     assert run(*args, tmp_path / "images") == 0
     out = reference_run / "predictions.csv"
-    assert f"wrote 5 predictions to {out}" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert f"wrote 5 predictions to {out}" in printed
     rows = read_csv(out)
     assert list(rows[0])[:5] == ["file", "label", "probability", "label2", "probability2"]
     assert [Path(row["file"]).name for row in rows] == ["1.png", "2.png", "3.png", "4.png", "0.png"]
@@ -37,6 +39,11 @@ def test_folder_and_single_image(reference_run: Path, tmp_path: Path, capfd: pyt
 
     assert run(*args, tmp_path / "images" / "1.png") == 0
     assert read_csv(out) == rows[:1]
+    (first, last) = (line for line in capfd.readouterr().out.splitlines() if "1.png: " in line or "wrote" in line)
+    assert (
+        first.endswith(f"1.png: {rows[0]['label']} ({100 * float(rows[0]['probability']):.1f} %)") and first in printed
+    )
+    assert last == f"wrote 1 prediction to {out}"
     out.unlink()
 
 
@@ -57,3 +64,13 @@ def test_an_evaluated_run_of_an_earlier_version_leaves_out_what_it_left_out(tmp_
         config = ["--config", str(tmp_path / "config.yaml")]
         args = ["--run_dir", str(tmp_path)]
         assert with_config_of_run(["test", *args]) == ["test", *config, *more, *args]
+
+
+def test_a_run_of_the_other_command_is_refused_by_name(
+    reference_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("model: {name: dit_mhla_digits, objective: {kind: flow}}")
+    assert run("predict", "--run-dir", tmp_path, "--data.predict_path", "a.png") == 2
+    assert f"error: {tmp_path} is a run of headmix train-gen" in capfd.readouterr().err
+    assert gen_helpers.run("validate", "--run-dir", reference_run) == 2
+    assert f"error: {reference_run} is a run of headmix train-cls" in capfd.readouterr().err

@@ -65,9 +65,9 @@ def test_interrupted_run_continues_bit_for_bit(
     with monkeypatch.context() as context:
         interrupt_in(context, hook, epoch, batch, signal.SIGINT)
         assert run("fit", "-c", config, "--run_dir", run_dir) == 130
-    assert f"fit -c {run_dir}/config.yaml --ckpt-path last" in capfd.readouterr().err
+    assert f"fit --run-dir {run_dir} --ckpt-path last" in capfd.readouterr().err
     assert load(run_dir / "checkpoints" / "last.ckpt")["global_step"] == step
-    assert run("fit", "-c", run_dir / "config.yaml", "--ckpt_path", "last") == 0
+    assert run("fit", "--run-dir", run_dir, "--ckpt-path", "last") == 0
     assert_same_run(run_dir, reference_run)
     rates = [row["train/images_per_s"] for row in read_csv(run_dir / "metrics.csv", without="")]
     assert all(float(rate) > 1 for rate in rates if rate)  # the clock starts where an epoch goes on

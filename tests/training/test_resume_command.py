@@ -7,7 +7,7 @@ import pytest
 
 from headmix_vision.training.run_directory import resume_command
 
-OPTIONS = "fit -c runs/digits/config.yaml --ckpt-path last"
+OPTIONS = "fit --run-dir runs/digits --ckpt-path last"
 
 
 @pytest.mark.parametrize(

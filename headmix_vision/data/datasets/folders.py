@@ -137,9 +137,10 @@ def open_folder(request: SplitRequest) -> Source:
     if request.split == request.train_split and not request.needs_labels:
         return open_class_folders(root, request)
     looked_for = ", ".join(f"{name}/" for name in names)
-    raise AbsentSplitError(
-        f"root {str(root)!r} has no {request.split} split: looked for {looked_for} and the same with .tar"
-    )
+    message = f"root {str(root)!r} has no {request.split} split: looked for {looked_for} and the same with .tar"
+    if request.split == request.train_split and any(path.is_dir() for path in root.iterdir()):
+        message += f". If {str(root)!r} holds the folders of the classes, move them into {root / names[0]}"
+    raise AbsentSplitError(message)
 
 
 def split_candidates(split: str) -> tuple[str, ...]:

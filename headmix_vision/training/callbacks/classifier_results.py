@@ -19,6 +19,7 @@ from headmix_vision.training.callbacks.non_finite import NonFiniteError
 
 MOST_CLASSES = 2000  # a matrix of 32 MB on the device, and a CSV file of 8 MB
 _PRINTED, _NAMED = 12, 40  # classes in the printed table, classes named in the picture
+_SHOWN = 8  # predictions that are printed, too
 
 
 Row = tuple[str, list[str], list[float]]
@@ -196,7 +197,7 @@ class PredictionsCSV(BasePredictionWriter):
             self._rows.append((path, [names[i] if names else str(i) for i in classes], values))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Collect the rows of all processes, and write the file."""
+        """Collect the rows of all processes, write the file, and print the best labels of the first images."""
         parts: list[list[Row]] = [self._rows]
         if trainer.world_size > 1:
             parts = [[] for _ in range(trainer.world_size)]
@@ -204,7 +205,9 @@ class PredictionsCSV(BasePredictionWriter):
         if trainer.is_global_zero:
             rows = sorted(row for part in parts for row in part)
             write_predictions(self.path, rows)
-            print(f"wrote {len(rows)} predictions to {self.path}")
+            for path, labels, probabilities in rows[:_SHOWN]:
+                print(f"{path}: {labels[0]} ({100 * probabilities[0]:.1f} %)")
+            print(f"wrote {len(rows)} prediction{'s' * (len(rows) != 1)} to {self.path}")
 
 
 def write_predictions(path: Path, rows: list[Row]) -> None:
