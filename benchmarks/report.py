@@ -92,7 +92,8 @@ MODEL_COLUMNS = {
     "timm": "timm's DeiT-S",
 }
 MODES = {"train": "training", "inference": "inference", "inference_bf16": "inference, weights in bf16"}
-COMPILE_MODES = {"none": "eager", "default": "compiled", "reduce-overhead": "CUDA graphs", "blocks": "blocks compiled"}
+COMPILE_MODES = {"none": "eager", "replayed": "eager, calls replayed", "default": "compiled"}
+COMPILE_MODES |= {"reduce-overhead": "CUDA graphs", "blocks": "blocks compiled"}
 WAN_TOKENS = ("31500", "32760", "75600")
 WAN_MODES = {"forward": "denoising forward", "train": "training step"}
 GLUON = "all, Gluon included"
@@ -357,8 +358,7 @@ def scale() -> str:
 def context_parallel() -> str:
     """One GPU with all tokens against several: op, layer and model, and what a GPU sends in a layer."""
     lines = []
-    names = ("tokens", "blocks", "ranks", "pass", "what")
-    rows = {tuple(row[name] for name in names): row for row in read("context_parallel_h200")}
+    rows = {(x["tokens"], x["blocks"], x["ranks"], x["pass"], x["what"]): x for x in read("context_parallel_h200")}
     for tokens, blocks, ranks, mode in dict.fromkeys(key[:4] for key in rows):
         found = [rows[tokens, blocks, ranks, mode, what] for what in ("mhla", "layer", "model")]
         sent = sum(int(found[1][name]) for name in found[1] if name.endswith("_bytes"))
