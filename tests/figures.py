@@ -179,6 +179,12 @@ def whole_model(*names: str) -> list[float]:
     return [cell(MODELS, name, **given) for name in names]
 
 
+def eager_training() -> list[float]:
+    """Return ratios of DeiT-S with MHLA to its equal softmax, replayed and ordinary."""
+    given = {"size": "224", "batch": "32", "mode": "train", "model": "deit_mhla_small"}
+    return [cell(MODELS, "ratio_to_baseline", compile=x, **given) for x in ("replayed", "none")]
+
+
 def fid(row: str) -> float:
     return mean(EMOJI, "fid", row=row, split="test")
 
@@ -392,6 +398,12 @@ CLAIMS = (
         r"# % of the samples copy",
         lambda: [large("copied_percent")],
         LARGE,
+    ),
+    Claim(
+        "docs/faq.md",
+        r"trains at \[#x of softmax\]\(\.\./benchmarks/README\.md.whole-models\) on an H200, #x ordinary",
+        eager_training,
+        MODELS,
     ),
     Claim(
         "docs/wan.md",

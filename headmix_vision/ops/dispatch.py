@@ -439,12 +439,13 @@ def apply_of(function: type[torch.autograd.Function]) -> Call:
     return apply
 
 
-def as_function(run: Call, setup_context: Call, backward: Call, *, may_replay: bool = True) -> Call:
+def as_function(run: Call, setup_context: Call, backward: Call) -> Call:
     """Return a function of tensors with the gradients that are registered for its op.
+
+    ``HEADMIX_VISION_REPLAY=1`` replays its calls; see ``replay.py``.
 
     Args:
         run, setup_context, backward: as they are registered for the op.
-        may_replay: replay the calls if ``HEADMIX_VISION_REPLAY`` asks for it; see ``replay.py``.
 
     Raises:
         InputError: if the variable is neither 0 nor 1.
@@ -469,7 +470,7 @@ def as_function(run: Call, setup_context: Call, backward: Call, *, may_replay: b
 
     if (wanted := os.environ.get(REPLAY) or "0") not in ("0", "1"):
         raise InputError(f"{REPLAY} must be 0 or 1, got {wanted!r}.")
-    if wanted == "0" or INTERPRETED or not may_replay:
+    if wanted == "0" or INTERPRETED:
         return call
     from headmix_vision.ops.replay import replayed
 

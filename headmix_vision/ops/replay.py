@@ -2,8 +2,7 @@
 
 Set the environment variable ``HEADMIX_VISION_REPLAY=1`` for it before the package is imported. It needs a C++ compiler:
 ``replay.cpp`` is compiled at the first call, and cached where Triton caches kernels. The first call of a kind records
-its allocations, kernel launches and ops of PyTorch. They are replayed for this and all later calls of the kind. Calls
-of Head-in-Head stay ordinary: they have not been compared on a GPU.
+its allocations, kernel launches and ops of PyTorch. They are replayed for this and all later calls of the kind.
 
 Calls have the same kind if all that they may depend on agrees: the state of the thread (autocast, inference mode),
 whether autograd records, settings, and for each tensor its dispatch keys, type, device, shape, strides, address modulo

@@ -20,9 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from headmix_vision.ops import TokenBlocks, grid_conv, head_in_head, mhla, runtime
-from headmix_vision.ops.dispatch import _warned, as_function, without_dispatcher
-from headmix_vision.ops.head_in_head import triton_op as hih_op
-from headmix_vision.ops.replay import replayed
+from headmix_vision.ops.dispatch import _warned, as_function
 from headmix_vision.ops.runtime import Launch, forget_plans, right_assembler
 
 CUDA = ctypes.CDLL("libcuda.so.1")
@@ -447,24 +445,9 @@ CASES = {
 }  # fmt: skip
 
 
-def replay_head_in_head(monkeypatch):
-    """Replay its calls, too, which stay ordinary otherwise."""
-    functions = hih_op._forward, hih_op._setup_context, hih_op._backward
-    function = replayed(as_function(*functions, may_replay=False), *functions)
-    call = without_dispatcher(hih_op._forward_op, function, differentiable=True)
-    monkeypatch.setattr(hih_op, "_call_forward", call)
-
-
-def test_head_in_head_is_not_replayed(gpu):
-    inputs, op = CASES["head_in_head"]()
-    for _ in range(3):
-        assert op(*inputs).grad_fn.name() == "FunctionBackward"
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_launches_are_those_of_triton(gpu, case, monkeypatch):
+def test_launches_are_those_of_triton(gpu, case):
     """All that reaches the driver is equal, but for the addresses of tensors that live within a call."""
-    replay_head_in_head(monkeypatch)
     inputs, op = CASES[case]()
     d_out, launches = torch.zeros_like(op(*inputs)), []
     forget_plans()

@@ -195,6 +195,4 @@ def _backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None, *_: Tensor
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
-# Not replayed: no test on a GPU has compared its replayed calls yet.
-_function = as_function(_forward, _setup_context, _backward, may_replay=False)
-_call_forward = without_dispatcher(_forward_op, _function, differentiable=True)
+_call_forward = without_dispatcher(_forward_op, as_function(_forward, _setup_context, _backward), differentiable=True)
