@@ -17,10 +17,8 @@ SCORES = {
     "cosine_patches": "cosine, patches",
 }
 COLUMNS = ("row", "size", "stage", *SCORES, "steps", "minutes", "recipe")
-CLAIMS = recorded(
-    FOLDER,
-    {"fashion_mnist": "a trained backbone with another attention, on Fashion-MNIST", "emoji": "the same on emoji"},
-)
+CLAIMS = {"fashion_mnist": "a trained backbone with another attention, on Fashion-MNIST", "emoji": "the same on emoji"}
+CLAIMS = recorded(FOLDER, CLAIMS | {"photographs": "features of the backbone on photographs"})
 
 
 def open_table(path: Path) -> ResultTable:
