@@ -118,6 +118,11 @@ class OneLineParser(argparse.ArgumentParser):
                     yield from command._option_strings()
 
 
+def sentence(about: str) -> str:
+    """Return a description of a few words as a sentence."""
+    return f"{about[0].upper()}{about[1:]}."
+
+
 def add_options(
     parser: argparse.ArgumentParser,
     request: type,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from headmix_lab.sweeps.kinds import Variant
 from headmix_lab.sweeps.runs import AT_LIMIT, NOT_FINITE, Runs
 from headmix_lab.tables import ResultTable, Row, markdown_table, mean_and_deviation
+from headmix_vision.console import sentence
 
 LABELS = {
     "val_percent": "validation, %",
@@ -50,7 +51,7 @@ def report(table: ResultTable, runs: Runs) -> str:
         f" checkpoint too, is chosen by {runs.monitor} of {held_out}; top-1 and balanced accuracy are of the split"
         f" {runs.reported}. Mean ± standard deviation (of a sample) over seeds."
     )
-    parts = [f"{request.sweep.about[0].upper()}{request.sweep.about[1:]}.", rule, _table(table, runs)]
+    parts = [sentence(request.sweep.about), rule, _table(table, runs)]
     if request.sweep.axis == "tokens":
         parts.append(_falls(table, runs))
     return "\n\n".join(filter(None, parts)) + "\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from headmix_vision.analysis.analysis_request import MapsRequest, MixingRequest, ProfileRequest, SensitivityRequest
-from headmix_vision.console import OneLineParser, add_options, importing, one_line_errors
+from headmix_vision.console import OneLineParser, add_options, importing, one_line_errors, sentence
 from headmix_vision.errors import require_extra
 
 _REQUESTS = {
@@ -43,9 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="headmix analyze", description="Measure and draw the attention of trained networks.")
     commands = parser.add_subparsers(dest="kind", required=True)
     for kind, (what, request) in _REQUESTS.items():
-        one = commands.add_parser(kind, help=what, description=f"{what[0].upper()}{what[1:]}.")
+        one = commands.add_parser(kind, help=what, description=sentence(what))
         add_options(one, request, leave_out=("kind",), tokens={"type": _place, "metavar": "Y,X"})
-    sweep = commands.add_parser("sweep", help=_SWEEP, description=f"{_SWEEP[0].upper()}{_SWEEP[1:]}.")
+    sweep = commands.add_parser("sweep", help=_SWEEP, description=sentence(_SWEEP))
     _add_sweep_options(sweep)
     return parser
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from headmix_vision.console import OneLineParser, add_options, importing, one_line_errors
+from headmix_vision.console import OneLineParser, add_options, importing, one_line_errors, sentence
 
 if TYPE_CHECKING:
     from headmix_vision.evaluation.score_request import Evaluation
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         about = "keep the statistics of real images in a file" if metric is None else metric.help
         unlabelled = () if metric is not None and metric.takes_labels else ("skip_unlabelled",)
         left_out = ("metric", "options", *unlabelled, *(side for side in SIDES if side not in sides))
-        command = commands.add_parser(name, help=about, description=_sentence(about))
+        command = commands.add_parser(name, help=about, description=sentence(about))
         add_options(
             command, requests.ScoreRequest, leave_out=left_out, required=(*sides, *(("out",) if metric is None else ()))
         )
@@ -65,12 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, request in _own_requests().items():
         left_out = ("metric", *(() if name in CLIP_METRICS else ("incomplete",)))
         about = REQUEST_METRICS[name].help
-        add_options(commands.add_parser(name, help=about, description=_sentence(about)), request, leave_out=left_out)
+        add_options(commands.add_parser(name, help=about, description=sentence(about)), request, leave_out=left_out)
     return parser
-
-
-def _sentence(about: str) -> str:
-    return f"{about[0].upper()}{about[1:]}."
 
 
 def _own_requests() -> "dict[str, type[Evaluation]]":

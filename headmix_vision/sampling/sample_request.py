@@ -42,8 +42,8 @@ class SampleRequest:
         frames: Frames of a video; as in training when None. Positions continue beyond the length of training.
         frame_rate: Frames per second; as in training when None.
         first_frame: Image that is the first frame of all videos.
-        extend: Draw window by window until `frames`, each continuing the last frames before it; those of a clip if one
-            is named, else of the samples themselves (`EXTEND_SAMPLES`).
+        extend: Draw window by window until `frames`. The first window continues the clip that is named, or the samples
+            themselves (`EXTEND_SAMPLES`), each other one the frames before it.
         overlap: Frames that a window shares with the one before it; half of the window when None.
         extend_guidance: Guidance of windows that continue frames, 0 to leave out the class; `guidance` when None.
         format: Files to watch, besides the lossless ones.

@@ -48,7 +48,7 @@ from headmix_vision.training.callbacks.progress_display import (
 )
 from headmix_vision.training.callbacks.start_run import StartRun
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
-from headmix_vision.training.command_help import subcommand_help
+from headmix_vision.training.command_help import GENERATORS, RECIPES, subcommand_help
 from headmix_vision.training.idle_options import (
     check_given,
     check_groups,
@@ -86,7 +86,6 @@ class RunCLI(LightningCLI):
 
     module_class: ClassVar[type[LightningModule]]
     data_class: ClassVar[type[LightningDataModule]]
-    recipes: ClassVar[str]
     kind: ClassVar[str]  # a name in `command_help.KINDS`
     runs_folder: ClassVar[str] = "runs"
     summary: str = ""
@@ -468,9 +467,8 @@ def run_words(
     _silence_what_does_not_apply()
     with ExitStack() as resources, request.installed(), ending():
         try:
-            generates = cli.kind in ("generator", "distilled")
-            given = with_config_of_run([with_underscores(word) for word in words], generates=generates)
-            return cli(request, resources, with_config_paths(given, cli.recipes, default_config))
+            given = with_config_of_run([with_underscores(word) for word in words], generates=cli.kind in GENERATORS)
+            return cli(request, resources, with_config_paths(given, RECIPES[cli.kind], default_config))
         except MisconfigurationException as error:
             raise InputError(str(error)) from error
         except torch.OutOfMemoryError as error:

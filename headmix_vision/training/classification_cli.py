@@ -28,7 +28,6 @@ class ClassificationCLI(RunCLI):
 
     module_class: ClassVar[type[LightningModule]] = ImageClassifier
     data_class = ClassificationData
-    recipes = "cls"
     kind = "classifier"
     best_class: ClassVar[type] = BestConfig
 

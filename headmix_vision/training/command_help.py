@@ -25,6 +25,7 @@ KINDS = {
         ("fit", "validate", "test", "predict"),
     ),
 }
+GENERATORS = ("generator", "distilled")
 RECIPES = {"classifier": "cls", "generator": "gen", "distilled": "gen", "distilled_classifier": "distill"}
 DESCRIPTIONS = {
     "fit": "Train a model; without a recipe, a small one on handwritten digits.",
@@ -134,7 +135,7 @@ def common_options(subcommand: str, kind: str) -> dict[str, Options]:
         subcommand: `fit`, `validate`, `test` or `predict`.
         kind: What is trained, a name in `KINDS`.
     """
-    generator = kind in ("generator", "distilled")
+    generator = kind in GENERATORS
     if subcommand != "fit":
         paths = {"data.predict_path": "image or folder of images"} if subcommand == "predict" else {}
         batch = {"data.eval_batch_size": "samples per process and step"}
@@ -206,7 +207,9 @@ def check_subcommand(kind: str, args: Sequence[str]) -> None:
     *first, last = KINDS[kind][1]
     word = args[0] if args else ""
     if word not in (*first, last, *_HELP):
-        raise InputError(f"begin with {', '.join(first)} or {last}, got {repr(word) if word else 'nothing'}")
+        raise InputError(
+            f"the first word must be {', '.join(first)} or {last}, got {repr(word) if word else 'nothing'}"
+        )
 
 
 def spelled(option: str) -> str:

@@ -49,7 +49,6 @@ class ClassifierDistillationCLI(_OfTeacher, ClassificationCLI):
     """Give trained classifiers and backbones another attention, from the command line: `headmix distill classifier`."""
 
     module_class = DistilledClassifier
-    recipes = "distill"
     kind = "distilled_classifier"
     runs_folder = "runs/distilled"
     best_class = DistilledBestConfig

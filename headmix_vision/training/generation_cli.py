@@ -23,7 +23,6 @@ class GenerationCLI(RunCLI):
 
     module_class: ClassVar[type[LightningModule]] = ImageGenerator
     data_class = GenerationData
-    recipes = "gen"
     kind = "generator"
     runs_folder = "runs/gen"
 

@@ -90,4 +90,4 @@ def test_a_command_begins_with_what_is_to_be_done(
     words: list[str], got: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert helpers.run(*words) == 2
-    assert capfd.readouterr().err == f"error: begin with fit, validate, test or predict, got {got}\n"
+    assert capfd.readouterr().err == f"error: the first word must be fit, validate, test or predict, got {got}\n"
