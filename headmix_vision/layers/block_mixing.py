@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headmix_vision.errors import InputError, check_choice, check_counts
 from headmix_vision.ops import TokenBlocks
-from headmix_vision.ops.dispatch import apply_of, out_of_dead_transformation
+from headmix_vision.ops.dispatch import as_function
 
 MIXING_INITS = ("locality", "uniform")
 LOWER, UPPER = 1e-6, 1.0
@@ -143,55 +143,47 @@ class MixingMatrix(nn.Module):
         return f"{self.blocks}, init={self.init}, shape={tuple(self.weight.shape)}"
 
 
-class _ClipKeepInwardGradient(torch.autograd.Function):
+def _clip(weight: Tensor, lower: float, upper: float) -> Tensor:
+    return weight.clamp(lower, upper)
+
+
+def _setup_clip(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.bounds = inputs[1:]
+
+
+def _setup_clip_with_tangents(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
+    _setup_clip(ctx, inputs, output)
+    ctx.save_for_forward(inputs[0])
+
+
+def _pass_inward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    (weight,), (grad,), (lower, upper) = ctx.saved_tensors, grads, ctx.bounds
+    return grad * torch.where(grad > 0, weight > lower, weight < upper), None, None  # NaN stays NaN
+
+
+def _clip_tangent(ctx: Any, *tangents: Tensor) -> Tensor:
+    (weight,), (lower, upper) = ctx.saved_tensors, ctx.bounds
+    return tangents[0].masked_fill((weight < lower) | (weight > upper), 0)
+
+
+class _Clip(torch.autograd.Function):
+    """Clip where torch.compile looks on, which cannot trace derivatives in forward mode."""
+
     generate_vmap_rule = True
-
-    @staticmethod
-    def forward(weight: Tensor, lower: float, upper: float) -> Tensor:
-        return weight.clamp(lower, upper)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0])
-        ctx.bounds = inputs[1:]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (weight,), (grad,), (lower, upper) = ctx.saved_tensors, grads, ctx.bounds
-        least = torch.where(weight >= upper, 0.0, -math.inf)
-        most = torch.where(weight <= lower, 0.0, math.inf)
-        return grad.clamp(least, most).to(grad.dtype), None, None
+    forward = staticmethod(_clip)
+    setup_context = staticmethod(_setup_clip)
+    backward = staticmethod(_pass_inward)
 
 
-class _ClipWithTangents(_ClipKeepInwardGradient):
-    """Add the derivative in forward mode, which torch.compile cannot trace: that of clipping itself."""
+class _ClipWithTangents(_Clip):
+    """Add the derivative in forward mode: that of clipping itself."""
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0])
-        ctx.save_for_forward(inputs[0])
-        ctx.bounds = inputs[1:]
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-        (weight,), (lower, upper) = ctx.saved_tensors, ctx.bounds
-        return tangents[0].masked_fill((weight < lower) | (weight > upper), 0)
+    setup_context = staticmethod(_setup_clip_with_tangents)
+    jvp = staticmethod(_clip_tangent)
 
 
-class _EagerClip(_ClipWithTangents):
-    """Leave out ``setup_context``, for which PyTorch binds arguments by name: this takes longer than to clip."""
-
-    setup_context = staticmethod(torch.autograd.Function.setup_context)
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, lower: float, upper: float) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(weight)
-        ctx.save_for_forward(weight)
-        ctx.bounds = lower, upper
-        return weight.clamp(lower, upper)
-
-
-_clip_eagerly = apply_of(_EagerClip)
+_clip_eagerly = as_function(_clip, _setup_clip_with_tangents, _pass_inward, _clip_tangent)
 
 
 @torch.fx.wrap
@@ -203,11 +195,11 @@ def clip_keep_inward_gradient(weight: Tensor, lower: float = LOWER, upper: float
     """
     clipped: Tensor
     if torch.compiler.is_compiling():
-        clipped = _ClipKeepInwardGradient.apply(weight, lower, upper)
+        clipped = _Clip.apply(weight, lower, upper)
     elif torch._C._are_functorch_transforms_active():
         clipped = _ClipWithTangents.apply(weight, lower, upper)
     else:
-        clipped = _clip_eagerly(out_of_dead_transformation(weight), lower, upper)
+        clipped = _clip_eagerly(weight, lower, upper)
     return clipped
 
 

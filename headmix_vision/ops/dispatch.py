@@ -439,13 +439,14 @@ def apply_of(function: type[torch.autograd.Function]) -> Call:
     return apply
 
 
-def as_function(run: Call, setup_context: Call, backward: Call) -> Call:
-    """Return a function of tensors with the gradients that are registered for its op.
+def as_function(run: Call, setup_context: Call, backward: Call, jvp: Call | None = None) -> Call:
+    """Return a function of tensors with gradients, for eager calls, in which no transformation of torch.func is active.
 
     ``HEADMIX_VISION_REPLAY=1`` replays its calls; see ``replay.py``.
 
     Args:
-        run, setup_context, backward: as they are registered for the op.
+        run, setup_context, backward: as they are registered for an op.
+        jvp: the derivative in forward mode, as in ``torch.autograd.Function``.
 
     Raises:
         InputError: if the variable is neither 0 nor 1.
@@ -463,6 +464,8 @@ def as_function(run: Call, setup_context: Call, backward: Call) -> Call:
             return backward(ctx, *d_outputs)
 
     Function.__name__ = run.__name__.strip("_")
+    if jvp is not None:
+        Function.jvp = staticmethod(jvp)  # type: ignore[method-assign]
     apply = apply_of(Function)
 
     def call(*args: Any) -> Any:

@@ -1,8 +1,9 @@
 import pytest
 import torch
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
 from headmix_vision.layers import MixingMatrix, resample_mixing
-from headmix_vision.layers.block_mixing import LOWER, locality_weights
+from headmix_vision.layers.block_mixing import LOWER, clip_keep_inward_gradient, locality_weights
 from headmix_vision.ops import TokenBlocks, mhla
 
 BLOCKS = TokenBlocks.from_grid((16, 16), (4, 4))
@@ -56,11 +57,36 @@ def test_any_optimizer_keeps_the_weights_inside_and_movable(optimizer):
         assert (mixing.weight - bound).abs().max() < 1.5  # pushed against the bound it does not drift away
 
 
-def test_gradient_inside_the_bounds_is_the_identity():
-    mixing = MixingMatrix(BLOCKS, init="uniform")
-    gradient = torch.randn(16, 16)
-    mixing().backward(gradient)
-    assert torch.equal(mixing.weight.grad, gradient)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["eager", "transformed", "compiled", "repeated"])
+def test_gradients_pass_but_for_those_that_lead_outwards(way, dtype):
+    clip = clip_keep_inward_gradient
+    if way == "compiled":
+        clip = torch.compile(clip, backend="aot_eager", fullgraph=True)
+    weight, nan = torch.tensor([-0.5, LOWER, 0.5, 1.0, 1.5], dtype=dtype), float("nan")
+    for gradient, expected in (  # a step goes against the gradient
+        ([1.0] * 5, [0, 0, 1.0, 1.0, 1.0]),
+        ([-1.0] * 5, [-1.0, -1.0, -1.0, 0, 0]),
+        ([0.0] * 5, [0] * 5),
+        ([nan] * 5, [nan] * 5),
+    ):
+        given = torch.tensor(gradient, dtype=dtype)
+        if way == "transformed":
+            (found,) = torch.func.vjp(clip, weight)[1](given)
+        else:
+            leaf = weight.clone().requires_grad_()
+            (found,) = torch.autograd.grad(clip(leaf), leaf, given, create_graph=way == "repeated")
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, torch.tensor(expected, dtype=dtype), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(clip(weight), weight.clamp(LOWER, 1.0))
+
+
+def test_forward_mode_differentiates_the_clipping():
+    weight = torch.tensor([-0.5, LOWER, 0.5, 1.0, 1.5])
+    with dual_level():
+        tangent = unpack_dual(clip_keep_inward_gradient(make_dual(weight, torch.ones(5)))).tangent
+    assert torch.equal(tangent, torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0]))
+    assert torch.equal(torch.func.jvp(clip_keep_inward_gradient, (weight,), (torch.ones(5),))[1], tangent)
 
 
 def test_splitting_blocks_leaves_the_attention_as_it_was():

@@ -19,6 +19,7 @@ from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from headmix_vision.layers.block_mixing import clip_keep_inward_gradient
 from headmix_vision.ops import TokenBlocks, grid_conv, head_in_head, mhla, runtime
 from headmix_vision.ops.dispatch import _warned, as_function
 from headmix_vision.ops.runtime import Launch, forget_plans, right_assembler
@@ -342,9 +343,9 @@ def hide(x):
         (lambda op, x: op.product(x, x.as_strided((3, 3), (3, 1), 0)), lambda *_: None, "does not repeat itself"),
         (lambda op, x: op.product(x, torch.rand_like(x)), lambda *_: None, "does not repeat itself"),
         (lambda op, x: op.product(x, x), lambda ctx, *_: setattr(ctx, "kept", draw(1)), "its context holds a tensor"),
-        (lambda op, x: x.view(9), lambda *_: None, "launches no kernel"),
+        (lambda op, x: x.view(9), lambda *_: None, "an output may be a view"),
     ],
-    ids=["hidden view", "absolute offset", "random numbers", "tensor of a context", "no launch"],
+    ids=["hidden view", "absolute offset", "random numbers", "tensor of a context", "view"],
 )
 def test_calls_that_do_not_repeat_are_ordinary(op, forward, setup_context, message):
     op = Forward(forward, setup_context)
@@ -380,6 +381,17 @@ def test_forgotten_plans_are_made_anew(op):
     forwards, _ = replay(op, 4, 4)
     forget_plans()
     assert replay(op, 4, 4)[0] == 2 * forwards
+
+
+def test_clips_of_mixing_weights_are_replayed():
+    weight = torch.tensor([-0.5, 0.0, 0.5, 1.0, 1.5], requires_grad=True)
+    for _ in range(4):
+        for gradient, expected in ((torch.ones(5), [0, 0, 1, 1, 1]), (-torch.ones(5), [-1, -1, -1, 0, 0])):
+            out = clip_keep_inward_gradient(weight, 0.0, 1.0)
+            assert out.grad_fn.name() == "ReplayedBackward"
+            (found,) = torch.autograd.grad(out, weight, gradient)
+            assert torch.equal(found, torch.tensor(expected, dtype=torch.float32))
+            assert torch.equal(out, weight.clamp(0, 1))
 
 
 def parameters_of(ptx):
