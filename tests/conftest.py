@@ -1,5 +1,6 @@
 """Runs the Triton kernels in their interpreter where there is no GPU, skips what needs one, and seeds every test."""
 
+import gc
 import os
 import random
 import sys
@@ -27,6 +28,13 @@ def pytest_collection_modifyitems(config, items):
     seed = config.getoption("--shuffle")
     if seed is not None:
         items.sort(key=lambda item: [number(f"{seed} {name}") for name in (item.location[0], item.nodeid)])
+
+
+def pytest_collection_finish(session):
+    """Look for garbage less often, and not in what stays: libraries and thousands of tests."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 def number(name):

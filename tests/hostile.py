@@ -48,11 +48,13 @@ if __name__ == "__main__":  # before the libraries read them
 import mutations
 import torch
 from hostile_lines import LINES, OURS, VALUES, WORDS, Line, make_kit
+from lightning.pytorch.cli import LightningCLI
 from training import helpers
 
 from headmix_vision.cli import COMMANDS
 from headmix_vision.console import OneLineParser
 from headmix_vision.training.base_cli import RunCLI
+from headmix_vision.training.command_help import KINDS
 
 MEMORY_BYTES, FILE_BYTES, PROCESSES = 12 << 30, 1 << 28, 40
 LATER = ("--data.test_split", "--data.predict_path")  # options of `fit` that another subcommand obeys
@@ -85,16 +87,17 @@ def parser_of(command: str) -> Any:
     def capture(_: Any, *given: Any) -> None:
         raise Captured(*given)
 
-    originals = OneLineParser.parse_args, RunCLI.parse_arguments
+    originals = OneLineParser.parse_args, RunCLI.parse_arguments, RunCLI.subcommands
     OneLineParser.parse_args = lambda self, *_: capture(self, self)
     RunCLI.parse_arguments = lambda self, parser, _: capture(self, parser)
+    RunCLI.subcommands = lambda self: {name: LightningCLI.subcommands()[name] for name in KINDS[self.kind][1]}
     try:
         name, *words = command.split()
         COMMANDS[name]([*words, "fit"])
     except Captured as caught:
         return caught.args[0]
     finally:
-        OneLineParser.parse_args, RunCLI.parse_arguments = originals
+        OneLineParser.parse_args, RunCLI.parse_arguments, RunCLI.subcommands = originals
 
 
 @cache

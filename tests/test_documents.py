@@ -91,14 +91,14 @@ def command_lines(path: Path, folder: Path) -> Iterator[list[str]]:
 
 
 @cache
-def training_parser(command: str) -> Any:
+def training_parser(command: str, subcommand: str) -> Any:
     def capture(_: Any, parser: Any, __: Any) -> None:
         raise Parsed(parser)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Parsed) as parsed:
         patch.setattr(RunCLI, "parse_arguments", capture)
         name, *kind = command.split()
-        COMMANDS[name]([*kind, "fit"])
+        COMMANDS[name]([*kind, subcommand])
     return parsed.value.args[0]
 
 
@@ -117,7 +117,7 @@ def parse(words: list[str]) -> None:
         if name in TRAINING and args != ["--help"]:
             given = with_config_of_run([with_underscores(word) for word in args])
             default = None if name == "distill" else DEFAULT
-            training_parser(name).parse_args(with_config_paths(given, TRAINING[name], default))
+            training_parser(name, args[0]).parse_args(with_config_paths(given, TRAINING[name], default))
             return
         main: Any = COMMANDS[name]
     elif program == "python" and args[0] == "-m":

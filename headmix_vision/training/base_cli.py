@@ -48,7 +48,7 @@ from headmix_vision.training.callbacks.progress_display import (
 )
 from headmix_vision.training.callbacks.start_run import StartRun
 from headmix_vision.training.checkpoint_io import AtomicCheckpointIO
-from headmix_vision.training.command_help import GENERATORS, RECIPES, subcommand_help
+from headmix_vision.training.command_help import GENERATORS, KINDS, RECIPES, subcommand_help
 from headmix_vision.training.idle_options import (
     check_given,
     check_groups,
@@ -96,6 +96,7 @@ class RunCLI(LightningCLI):
         resources.push(self._end)  # first, so that it comes last: after this nothing is cleaned up
         self.run_directory: RunDirectory | None = None
         self.checkpoint: dict[str, Any] | None = None
+        self.words = args
         self.trust = Trust(args)
         self.trust.restrict_imports()
         super().__init__(
@@ -117,8 +118,13 @@ class RunCLI(LightningCLI):
         if error is not None and (trainer := getattr(self, "trainer", None)) is not None:
             end_without_others(error, getattr(trainer.strategy.launcher, "procs", ()))
 
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Return the subcommand that the command line begins with: the parser of another would take as long to make."""
+        offered = {name: LightningCLI.subcommands()[name] for name in KINDS[self.kind][1]}
+        return {word: offered[word] for word in self.words[:1] if word in offered} or offered
+
     def setup_parser(self, *args: Any, **kwargs: Any) -> None:
-        """Make the parsers of all subcommands, whose `--help` shows the common options."""
+        """Make the parser of the subcommand, whose `--help` shows the common options."""
         super().setup_parser(*args, **kwargs)
         for subcommand, parser in self._subcommand_parsers.items():
             assert isinstance(parser, OptionParser)

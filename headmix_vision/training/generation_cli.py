@@ -26,12 +26,6 @@ class GenerationCLI(RunCLI):
     kind = "generator"
     runs_folder = "runs/gen"
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """Offer `fit` and `validate`; `headmix sample` draws samples."""
-        hidden = {"model", "dataloaders", "datamodule"}
-        return {"fit": {*hidden, "train_dataloaders", "val_dataloaders"}, "validate": hidden}
-
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options of samples and scores while training."""
         super().add_arguments_to_parser(parser)
