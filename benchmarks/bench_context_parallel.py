@@ -91,9 +91,9 @@ class Sent(TorchDispatchMode):
         self.bytes = dict.fromkeys(COLLECTIVES, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.split(".")[0]
+        name = func.__name__.split(".")[0].removesuffix("_coalesced")
         if name in COLLECTIVES:
-            self.bytes[name] += args[0].numel() * args[0].element_size()
+            self.bytes[name] += sum(x.nbytes for x in (args[0] if isinstance(args[0], list) else args[:1]))
         return func(*args, **(kwargs or {}))
 
 
@@ -236,7 +236,7 @@ def measure(case: Case, ranks: TokenRanks, arguments: argparse.Namespace) -> Row
     release_memory()
     case.spread()
     times[2:] = torch.tensor(medians_ms(case.spread))
-    slowest = torch.cat(ranks.all_gather(times[None], [1] * ranks.size, 0)).amax(0).tolist()
+    slowest = torch.cat(ranks.all_gather([times[None]], [1] * ranks.size, 0)[0]).amax(0).tolist()
     named = dict(zip(("one_launched_ms", "one_ms", "spread_launched_ms", "spread_ms"), slowest, strict=True))
     with Sent() as sent:
         case.spread()

@@ -5,6 +5,8 @@
     python -m benchmarks.bench_scale --ways one ddp         # some of the ways that are below
     python -m benchmarks.bench_scale --losses               # 200 steps of each at one global batch, against one GPU
     python -m benchmarks.bench_scale --checkpointing --models dit_mhla_xl_2 --batch 16 --ways ddp fsdp2    # memory
+    python -m benchmarks.bench_scale --models dit_video_mhla_b_2:block_grid=[3,5,2],cpe=True,depth=8 --batch 1 \
+        --size 21x60x100 --ways one tokens                  # generators: the tokens of each sample on both
     python -m benchmarks.bench_scale --device cpu --tiny    # tries the script itself where there is no GPU
 
 Each line is a run of the command of its own, timed as in bench_training.py: data that cost nothing, averaged weights,
@@ -13,11 +15,11 @@ the number of GPUs.
 
 `one`: all on each GPU, no other. `ddp`: all on each GPU (DistributedDataParallel). `fsdp2`: one copy of weights,
 gradients, averages and optimizer state for all GPUs. `kept`: the same, but blocks that were gathered for the forward
-pass are kept for the backward pass. `hybrid`: as fsdp2 with two copies, each spread over half of the GPUs.
+pass are kept for the backward pass. `hybrid`: as fsdp2 with two copies, each spread over half of the GPUs. `tokens`:
+as ddp, but all GPUs share the tokens of each sample.
 
-Losses are means over the GPUs of training in float32 without anything random. One GPU computes the parts of the batch
-one after the other, so that all round in the same way: training makes of a rounded bit a difference of 1 in a loss of 4
-within 70 steps (notes/scale.md), behind which a mistake could hide.
+Losses are means over the GPUs, in float32 without anything random. One GPU computes the parts of the batch one by one,
+so that all round alike: a rounded bit becomes a difference of 1 in a loss of 4 within 70 steps (notes/scale.md).
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from lightning.pytorch import LightningModule, Trainer
 from benchmarks import bench_training
 from benchmarks.bench_training import Clock
 from headmix_lab.measuring import REPOSITORY, add_options, environment, fill, open_device, results_path, write_csv
-from headmix_lab.model_families import family_of, read_spelling
+from headmix_lab.model_families import family_of, read_size, read_spelling
 from headmix_lab.scripts import run_python
 from headmix_lab.tables import print_table
 from headmix_vision.files.writing import atomic_path
@@ -72,11 +74,11 @@ STRATEGIES = {
     "fsdp2": "fsdp2",
     "kept": "headmix_vision.training.sharding.ShardedStrategy",
     "hybrid": "headmix_vision.training.sharding.ShardedStrategy",
+    "tokens": "ddp",
 }
+WAYS = [what for what in STRATEGIES if what != "tokens"]
 # The noise of generators is drawn for each process, so that their losses cannot be compared: classifiers alone.
-NOTHING_RANDOM = [
-    "--model.mixup.mixup_alpha", 0, "--model.mixup.cutmix_alpha", 0, "--trainer.precision", "32-true",
-]  # fmt: skip
+NOTHING_RANDOM = ["--model.mixup.mixup_alpha", 0, "--model.mixup.cutmix_alpha", 0, "--trainer.precision", "32-true"]
 Row = dict[str, Any]
 
 
@@ -108,6 +110,8 @@ def run_case(case: Row, arguments: argparse.Namespace) -> None:
         strategy += ["--trainer.strategy.reshard_after_forward", "false"]
     if case["what"] == "hybrid":
         strategy += ["--trainer.strategy.shard_size", max(1, case["gpus"] // 2)]
+    if case["what"] == "tokens":
+        strategy += ["--model.context_parallel", case["gpus"]]
     if case["losses"]:
         strategy += [*NOTHING_RANDOM, "--trainer.max_steps", arguments.loss_steps]
         strategy += ["--data.batch_size", arguments.batch // case["gpus"]]
@@ -128,10 +132,8 @@ def measure(model: str, what: str, gpus: int, arguments: argparse.Namespace, arg
     with tempfile.TemporaryDirectory() as folder:
         kept = (arguments.runs or Path(folder)) / name
         if not kept.exists():
-            run_python(
-                ["-m", "benchmarks.bench_scale", *argv, "--case", json.dumps(case | {"folder": f"{folder}/run"})],
-                cwd=REPOSITORY,
-            )
+            given = json.dumps(case | {"folder": f"{folder}/run"})
+            run_python(["-m", "benchmarks.bench_scale", *argv, "--case", given], cwd=REPOSITORY)
             with atomic_path(kept) as path:
                 path.write_text((Path(folder) / "run" / "found.json").read_text())
         found = json.loads(kept.read_text())
@@ -149,7 +151,7 @@ def speed_rows(model: str, arguments: argparse.Namespace, argv: Sequence[str]) -
     alone = 0.0
     for what, gpus in cases_on(arguments):
         row = measure(model, what, gpus, arguments, argv)
-        row["imgs_per_s"] = arguments.batch * gpus / row["step_s"]
+        row["imgs_per_s"] = arguments.batch * (1 if what == "tokens" else gpus) / row["step_s"]
         alone = alone or row["imgs_per_s"]
         del row["losses"]
         yield row | {"ratio": row["imgs_per_s"] / alone}
@@ -171,8 +173,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", help="names and options as for bench_models.py")
     parser.add_argument("--gpus", type=int, default=2, help="processes of the larger runs")
-    parser.add_argument("--ways", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="by default all")
-    parser.add_argument("--size", type=int, help="latents, by default 32, or pixels, by default 224")
+    parser.add_argument("--ways", nargs="+", choices=STRATEGIES, default=WAYS, help="by default all but tokens")
+    parser.add_argument("--size", type=read_size, help="latents, by default 32, or pixels, by default 224; 16x32x32")
     parser.add_argument("--batch", type=int, help="of a GPU, by default 64 latents or 256 images; in all with --losses")
     parser.add_argument("--compile", choices=bench_training.COMPILE, help="by default 'blocks'")
     parser.add_argument("--checkpointing", action="store_true", help="compute blocks anew instead of keeping them")

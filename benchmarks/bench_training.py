@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.bench_models import Contestant
 from benchmarks.model_table import Setting
 from headmix_lab.measuring import add_options, environment, fill, open_device, release_memory, results_path, write_csv
-from headmix_lab.model_families import check_spellings, family_of, read_spelling
+from headmix_lab.model_families import Size, check_spellings, family_of, read_size, read_spelling
 from headmix_lab.tables import print_table
 from headmix_vision.cli.training import run_command_line
 from headmix_vision.data.batches import as_it_is
@@ -152,7 +152,7 @@ def train(
         "--trainer.devices", 1, "--trainer.max_epochs", "null", "--trainer.max_steps", arguments.steps,
         "--trainer.accumulate_grad_batches", 1, "--trainer.enable_progress_bar", "false",
         "--model.name", name, "--model.model_args", json.dumps(options),
-        f"--model.{kind.size}", size_of(name, arguments), "--model.compile", COMPILE[arguments.compile],
+        f"--model.{kind.size}", json.dumps(size_of(name, arguments)), "--model.compile", COMPILE[arguments.compile],
         "--data.dataset", "fake", "--data.root", "null", "--data.batch_size", arguments.batch, "--data.num_workers", 0,
         *WHAT[what], *further,
     ]  # fmt: skip
@@ -163,7 +163,7 @@ def train(
     run_command_line(cli, [str(word) for word in ["fit", *own, *common]])
 
 
-def size_of(name: str, arguments: argparse.Namespace) -> int:
+def size_of(name: str, arguments: argparse.Namespace) -> Size:
     return arguments.size or arguments.sizes[family_of(name).size]
 
 
@@ -222,7 +222,7 @@ def forget() -> None:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", help="names and options as for bench_models.py, `dit_*` or classifiers")
-    parser.add_argument("--size", type=int, help="latents, by default 32, or pixels, by default 224")
+    parser.add_argument("--size", type=read_size, help="latents, by default 32, or pixels, by default 224; 16x32x32")
     parser.add_argument("--batch", type=int, help="by default 256")
     parser.add_argument("--compile", choices=list(COMPILE), help="mode of bare step and commands, by default 'default'")
     parser.add_argument("--steps", type=int, help="of each command, by default 320")

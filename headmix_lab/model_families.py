@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,7 +78,7 @@ def read_spelling(spelling: str) -> tuple[str, dict[str, Any]]:
     """
     name, _, given = spelling.partition(":")
     options: dict[str, Any] = {}
-    for option in given.split(",") if given else ():
+    for option in re.split(r",(?![^\[(]*[\])])", given) if given else ():  # not within brackets
         path, equals, value = option.partition("=")
         if not (path and equals and value):
             raise ValueError(f"an option of {name} must be name=value, got {option!r}.")

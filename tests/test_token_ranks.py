@@ -161,7 +161,7 @@ def refusal(ranks, **options):
 
 
 class Sent(TorchDispatchMode):
-    """Counts the numbers that collectives are given, by name."""
+    """Lists the numbers that each collective is given, by name."""
 
     def __init__(self):
         super().__init__()
@@ -169,8 +169,9 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "_c10d_functional" and "wait" not in func.__name__:
-            name = func.__name__.split(".")[0]
-            self.numbers[name] = self.numbers.get(name, 0) + args[0].numel()
+            name = func.__name__.split(".")[0].removesuffix("_coalesced")
+            given = args[0] if isinstance(args[0], list) else args[:1]
+            self.numbers.setdefault(name, []).append(sum(x.numel() for x in given))
         return func(*args, **(kwargs or {}))
 
 
@@ -284,11 +285,12 @@ def test_ranks_compute_and_learn_what_one_process_does(results, name):
 
 def test_what_ranks_send_does_not_depend_on_the_number_of_tokens(results):
     batch, heads, blocks, dim, value_dim = 2, 3, 4, 8, 5
-    summaries = {"all_gather_into_tensor": batch * heads * blocks * dim * (value_dim + 1) // len(results)}
+    summaries = batch * heads * blocks * dim * (value_dim + 1) // len(results)
+    gathered = {"all_gather_into_tensor": [summaries]}
     for result in results:
-        assert result["sent"] == [(summaries, summaries | {"all_reduce": blocks**2})] * 2
+        assert result["sent"] == [(gathered, gathered | {"all_reduce": [blocks**2]})] * 2
         short, long = result["sent of a sequence"]
-        assert short == long and short[0]["all_gather_into_tensor"] <= 2 * summaries["all_gather_into_tensor"]
+        assert short == long and short[0]["all_gather_into_tensor"][0] <= 2 * summaries
 
 
 def test_tokens_that_do_not_divide_are_refused(results):

@@ -127,20 +127,35 @@ class TokenRanks:
         for dtype in {grad.dtype for grad in grads}:
             alike = [grad for grad in grads if grad.dtype == dtype]
             for grad in torch.ops._c10d_functional.all_reduce_coalesced_(alike, "sum", self.group):
-                _wait(grad)
+                wait(grad)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum a tensor over the ranks."""
-        return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self.group))
+        return wait(self.start_all_reduce(x))
 
-    def all_gather(self, x: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
-        """Return the tensors of all ranks, which have these sizes along a dim, and else one shape."""
-        pad = max(sizes) - x.shape[dim]
-        if pad:
-            x = torch.cat([x, x.new_zeros(*x.shape[:dim], pad, *x.shape[dim + 1 :])], dim)
-        everything = torch.ops._c10d_functional.all_gather_into_tensor(x[None].contiguous(), self.size, self.group)
-        parts = _wait(everything).unbind()
-        return [part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)]
+    def start_all_reduce(self, x: Tensor) -> Tensor:
+        """Return what will hold the sum over the ranks after :func:`wait`."""
+        result: Tensor = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self.group)
+        return result
+
+    def all_gather(self, tensors: Sequence[Tensor], sizes: list[int], dim: int) -> list[list[Tensor]]:
+        """Exchange tensors in one collective.
+
+        Args:
+            tensors: of this rank; those of other ranks have other sizes along one dim alone.
+            sizes: those of the ranks.
+            dim: the dim.
+
+        Returns:
+            For each tensor, those of all ranks.
+        """
+        sent = []
+        for x in tensors:
+            if pad := max(sizes) - x.shape[dim]:
+                x = torch.cat([x, x.new_zeros(*x.shape[:dim], pad, *x.shape[dim + 1 :])], dim)
+            sent.append(x[None].contiguous())
+        received = torch.ops._c10d_functional.all_gather_into_tensor_coalesced(sent, self.size, self.group)
+        return [[x.narrow(dim, 0, size) for x, size in zip(wait(y).unbind(), sizes, strict=True)] for y in received]
 
     def exchange_edges(self, x: Tensor, width: int, dim: int) -> Tensor:
         """Extend a tensor along a dim by the nearest ``width`` places of the ranks before and after this one.
@@ -179,7 +194,8 @@ def flatten_tokens(prefix: Tensor, places: Tensor, dim: int) -> Tensor:
     return torch.cat([prefix, tokens], dim) if prefix.shape[dim] else tokens
 
 
-def _wait(x: Tensor) -> Tensor:
+def wait(x: Tensor) -> Tensor:
+    """Wait for a collective, and return its result."""
     result: Tensor = torch.ops._c10d_functional.wait_tensor(x)
     return result
 
@@ -191,7 +207,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, ranks: TokenRanks, grid: TokenGrid) -> Tensor:
         ctx.ranks, ctx.grid = ranks, grid
         grids = [ranks._part(grid, rank) for rank in range(ranks.size)]
-        gathered = ranks.all_gather(x, [part.num_tokens for part in grids], 1)
+        (gathered,) = ranks.all_gather([x], [part.num_tokens for part in grids], 1)
         prefixes, places = zip(*(unflatten_tokens(*part, 1) for part in zip(gathered, grids, strict=True)), strict=True)
         return flatten_tokens(prefixes[0], torch.cat(places, 1 + ranks._parted(grid)[1]), 1)
 
@@ -235,6 +251,6 @@ def _swap(first: Tensor, last: Tensor, ranks: TokenRanks, dim: int) -> tuple[Ten
         sizes[ranks.rank + 1] = width
     sent = torch.cat([first.narrow(dim, 0, width * has_before), last.narrow(dim, 0, width * has_after)], dim)
     sent = sent.movedim(dim, 0).contiguous()
-    received = _wait(torch.ops._c10d_functional.all_to_all_single(sent, sizes, sizes, ranks.group)).movedim(0, dim)
+    received = wait(torch.ops._c10d_functional.all_to_all_single(sent, sizes, sizes, ranks.group)).movedim(0, dim)
     before, after = received.split([width * has_before, width * has_after], dim)
     return before, after

@@ -150,6 +150,7 @@ def test_the_whole_table_names_known_models_once():
 def test_options_follow_the_name_of_a_model():
     read = model_families.read_spelling
     assert read("deit_mhla_small") == ("deit_mhla_small", {})
+    assert read("a:b=[1,2],c=(3,4),d=5") == ("a", {"b": [1, 2], "c": (3, 4), "d": 5})
     spelled = "deit_mhla_iha_small:head_mix_args.pseudo_heads=4,global_every=5,head_mix_args.collapse=across_heads"
     name, options = read(spelled)
     assert name == "deit_mhla_iha_small"

@@ -37,8 +37,9 @@ def test_ratios_are_of_one_gpu(monkeypatch: pytest.MonkeyPatch):
     )
     rows = list(bench.speed_rows("any", bench.parse_arguments(["--batch", "3"]), []))
     assert [(row["imgs_per_s"], row["ratio"]) for row in rows] == [(6, 1), *[(12, 2)] * 4]
-    rows = list(bench.speed_rows("any", bench.parse_arguments(["--batch", "3", "--ways", "one", "ddp"]), []))
-    assert [(row["what"], row["gpus"]) for row in rows] == [("one", 1), ("ddp", 2)]
+    rows = list(bench.speed_rows("any", bench.parse_arguments(["--batch", "3", "--ways", "one", "ddp", "tokens"]), []))
+    assert [(row["what"], row["gpus"]) for row in rows] == [("one", 1), ("ddp", 2), ("tokens", 2)]
+    assert rows[-1]["imgs_per_s"] == 6  # of the samples that both share
 
 
 def test_files_are_named_after_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headmix_vision.ops.runtime import accumulation_dtype
 from headmix_vision.ops.token_blocks import BlocksOfRank
+from headmix_vision.ops.token_ranks import wait
 
 
 def mix_over_ranks(mixing: Tensor, blocks: BlocksOfRank, dtype: torch.dtype, *summaries: Tensor) -> tuple[Tensor, ...]:
@@ -51,16 +52,17 @@ class _MixOverRanks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mixing, *summaries = ctx.saved_tensors
         ranks, numbers = ctx.blocks.ranks, ctx.blocks.numbers(mixing)
-        weights = mixing.index_select(-1, numbers).mT
+        weights, d_mixing = mixing.index_select(-1, numbers).mT, None
+        if ctx.needs_input_grad[0]:  # the sum is on its way while the gradients of summaries are
+            d_mixing = torch.zeros_like(mixing, dtype=accumulation_dtype(ctx.dtype))
+            over = (0,) if mixing.ndim == 3 else (0, 1)
+            products = [x.flatten(3).to(y.dtype) @ y.mT for x, y in zip(grads, summaries, strict=True)]  # [B, H, m, M]
+            d_mixing[..., numbers, :] = sum(x.sum(over, dtype=d_mixing.dtype) for x in products)
+            d_mixing = ranks.start_all_reduce(d_mixing)
         d_summaries = _mix(weights, _gather(grads, ctx.blocks, ctx.dtype), grads, ctx.dtype)
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, *d_summaries
-        d_mixing = torch.zeros_like(mixing, dtype=accumulation_dtype(ctx.dtype))
-        over = (0,) if mixing.ndim == 3 else (0, 1)
-        products = [x.flatten(3).to(y.dtype) @ y.mT for x, y in zip(grads, summaries, strict=True)]  # [B, H, m, M]
-        d_mixing[..., numbers, :] = sum(x.sum(over, dtype=d_mixing.dtype) for x in products)
-        d_mixing = ranks.all_reduce(d_mixing) / ranks.size
-        return d_mixing.to(mixing.dtype), None, None, *d_summaries
+        if d_mixing is not None:
+            d_mixing = (wait(d_mixing) / ranks.size).to(mixing.dtype)
+        return d_mixing, None, None, *d_summaries
 
 
 def _mix(weights: Tensor, summaries: list[Tensor], like: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -75,13 +77,12 @@ def _gather(summaries: tuple[Tensor, ...], blocks: BlocksOfRank, dtype: torch.dt
     counts = [math.prod(grid) for grid in grids]
     counts[0] += prefix
     gathered = []
-    for x in summaries:
-        parts = blocks.ranks.all_gather(x.flatten(3), counts, 2)
+    for parts in blocks.ranks.all_gather([x.flatten(3) for x in summaries], counts, 2):
         first, parts[0] = parts[0].split([prefix, counts[0] - prefix], 2)
         parts = [part.unflatten(2, grid) for part, grid in zip(parts, grids, strict=True)]
         if blocks.are_shared:
-            sums = accumulation_dtype(x.dtype)
-            whole = x.new_zeros(*x.shape[:2], *blocks.block_grid, parts[0].shape[-1], dtype=sums)
+            sums = accumulation_dtype(first.dtype)
+            whole = first.new_zeros(*first.shape[:2], *blocks.block_grid, first.shape[-1], dtype=sums)
             for rank, part in enumerate(parts):
                 blocks.narrow(whole, 2, rank).add_(part)
         else:
