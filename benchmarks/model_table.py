@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import timm
 
-from headmix_lab.model_families import Size
+from headmix_lab.model_families import Size, split_spelling
 from headmix_vision.layers.cores import CORES
 
 
@@ -18,8 +18,8 @@ def equal_softmax(spelling: str, cpe: bool = True) -> str | None:
     A classifier of ours with softmax has a class token by default, its equal has none. Without ``cpe`` the equal model
     has no convolution of tokens either.
     """
-    name, _, given = spelling.partition(":")
-    words, options = name.split("_"), given.split(",") if given else []
+    name, options = split_spelling(spelling)
+    words = name.split("_")
     if not (cores := [word for word in words if word in CORES]):
         return None
     if words[0] == "deit" and cores != ["softmax"]:
@@ -31,9 +31,9 @@ def equal_softmax(spelling: str, cpe: bool = True) -> str | None:
 
 def timm_deit(spelling: str) -> str | None:
     """Return timm's DeiT of the size and options of one of ours; None for other models."""
-    name, _, given = spelling.partition(":")
+    name, given = split_spelling(spelling)
     theirs = f"deit_{name.split('_')[-1]}_patch16_224"
-    options = [option for option in given.split(",") if option.partition("=")[0] in SIZE_OPTIONS]
+    options = [option for option in given if option.partition("=")[0] in SIZE_OPTIONS]
     return ":".join([theirs, *([",".join(options)] if options else [])]) if timm.is_model(theirs) else None
 
 

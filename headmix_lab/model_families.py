@@ -68,6 +68,12 @@ def family_of(name: str) -> Family:
     return FAMILIES["dit" if name.startswith("dit_") else "image"]
 
 
+def split_spelling(spelling: str) -> tuple[str, list[str]]:
+    """Part a spelling into the name and its options, which hold commas within brackets."""
+    name, _, given = spelling.partition(":")
+    return name, re.split(r",(?![^\[(]*[\])])", given) if given else []
+
+
 def read_spelling(spelling: str) -> tuple[str, dict[str, Any]]:
     """Read a name and options: ``deit_mhla_iha_small:head_mix_args.pseudo_heads=4,global_every=5``.
 
@@ -76,9 +82,9 @@ def read_spelling(spelling: str) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: for an option without a value.
     """
-    name, _, given = spelling.partition(":")
+    name, given = split_spelling(spelling)
     options: dict[str, Any] = {}
-    for option in re.split(r",(?![^\[(]*[\])])", given) if given else ():  # not within brackets
+    for option in given:
         path, equals, value = option.partition("=")
         if not (path and equals and value):
             raise ValueError(f"an option of {name} must be name=value, got {option!r}.")
