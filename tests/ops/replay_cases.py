@@ -11,7 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import triton
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 from triton.backends.compiler import GPUTarget
@@ -20,8 +24,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from headmix_vision.layers.block_mixing import clip_keep_inward_gradient
-from headmix_vision.ops import TokenBlocks, grid_conv, head_in_head, mhla, runtime
-from headmix_vision.ops.dispatch import _warned, as_function
+from headmix_vision.ops import TokenBlocks, TokenRanks, grid_conv, head_in_head, mhla, runtime
+from headmix_vision.ops.dispatch import COMPILED, _warned, as_function
 from headmix_vision.ops.runtime import Launch, forget_plans, right_assembler
 
 CUDA = ctypes.CDLL("libcuda.so.1")
@@ -479,3 +483,25 @@ def test_launches_are_those_of_triton(gpu, case):
     assert out.grad_fn.name() == "ReplayedBackward"
     for first, *later in (launches[::2], launches[1::2]):  # by Triton, and then by us
         assert first == 2 * later[0] and later[0] == later[1] == later[2]
+
+
+def test_graphs_of_ranks_launch_their_kernels(gpu, monkeypatch):
+    monkeypatch.setenv(COMPILED, "inline")
+    targets = []
+
+    def compiler(graph, _):
+        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        blocks = BLOCKS.of_rank(TokenRanks.of(dist.group.WORLD))
+        inputs = [*(half(2, blocks.num_tokens, 6, 64) for _ in range(3)), torch.rand(16, 16).requires_grad_()]
+        call = partial(mhla, blocks=blocks, impl="triton")
+        backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+        torch.compile(call, fullgraph=True, backend=backend)(*inputs).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert not any("headmix_vision" in target for target in targets)
+    for part, count in (("triton_kernel_wrapper", 4), ("all_gather_into_tensor_coalesced", 2), ("all_reduce", 1)):
+        assert sum(part in target for target in targets) == count

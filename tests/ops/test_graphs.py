@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops import TokenBlocks, dispatch, grid_conv, head_in_head, mhla
+from headmix_vision.ops import TokenBlocks, TokenRanks, dispatch, grid_conv, head_in_head, mhla
 from headmix_vision.ops.grid_conv import triton_op as conv_op
 from headmix_vision.ops.head_in_head import triton_op as delta_op
 from headmix_vision.ops.mhla import triton_op as mhla_op
+from headmix_vision.ops.mhla import triton_ranks, triton_tables
 from headmix_vision.ops.mhla.torch_impl import Settings, needs_output
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="plays the graph in the interpreter")
@@ -46,13 +47,31 @@ def test_recorded_mhla_computes_what_the_op_computes(regime, causal, normalizer)
     options = {"normalizer": normalizer, "causal": causal, "impl": f"triton_{regime}"}
     expected = gradients(lambda *x: mhla(*x, BLOCKS, **options), (q, k, v, mixing), d_out)
     mixing = mixing.tril() if causal else mixing
-    tables = mhla_op._joined_tables(tuple(packed), 2, 16, 16, q.dtype, q.device)
+    tables = triton_tables.joined_tables(tuple(packed), 2, 16, 16, q.dtype, q.device)
     out, *saved = mhla_op._record(q, k, v, mixing, None, tables, packed)
     arguments = d_out, q, k, v, mixing, out if needs_output(packed) else None, *saved, tables, packed
     *d_inputs, _ = mhla_op._record_parts(*arguments)
     assert_same((out, *d_inputs), expected)
     d_qkv, d_mixing, _ = mhla_op._record_packed(*arguments)
     assert_same((*d_qkv.unbind(2), d_mixing), expected[1:])
+
+
+@pytest.mark.parametrize(("rank", "normalizer"), [(0, "paper"), (1, "paper"), (1, None)])
+def test_recorded_parts_of_ranks_compute_what_their_ops_compute(rank, normalizer):
+    blocks, ops = BLOCKS.of_rank(TokenRanks("", rank, 2)), torch.ops.headmix_vision
+    q, k, v, d_out = torch.randn(4, 2, blocks.num_tokens, 2, 16)
+    packed = Settings(blocks, normalizer).pack()
+    tables = triton_tables.joined_tables(tuple(packed), 2, 16, 16, q.dtype, q.device)
+    summaries = ops.mhla_summarize_rank(k, v, None, packed)
+    assert_same(triton_ranks._record_summarize(k, v, tables, packed), summaries)
+    out, inverse = ops.mhla_apply_rank(q, *summaries, None, packed)
+    assert_same(triton_ranks._record_apply(q, *summaries, tables, packed), (out, inverse))
+    given = *map(torch.randn_like, summaries), k, v
+    expected = ops.mhla_summary_gradients_rank(*given, None, packed)
+    assert_same(triton_ranks._record_summary_gradients(*given, tables, packed), expected)
+    given = d_out, q, *summaries, inverse
+    expected = ops.mhla_output_gradients_rank(*given, None, packed)
+    assert_same(triton_ranks._record_output_gradients(*given, tables, packed), expected)
 
 
 @pytest.mark.parametrize("silu", [False, True])

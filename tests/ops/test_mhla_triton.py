@@ -327,18 +327,19 @@ def test_opcheck(impl, normalizer, causal):
 @pytest.mark.parametrize(("rank", "normalizer"), [(0, "paper"), (1, None)])
 def test_opcheck_of_ranks(rank, normalizer):
     ops, checks = torch.ops.headmix_vision, ("test_schema", "test_faketensor")
-    packed = [rank, 2, 0, *Settings(UNEVEN, normalizer, regime="summary").pack()]
-    shape = (1, UNEVEN.of_rank(TokenRanks("", rank, 2)).num_tokens, 2, 8)
+    blocks = UNEVEN.of_rank(TokenRanks("", rank, 2))
+    packed, shape = [None, Settings(blocks, normalizer, regime="summary").pack()], (1, blocks.num_tokens, 2, 8)
+    assert unpack(packed[1]) == Settings(blocks, normalizer, regime="summary")
     q, k, v, d_out = torch.randn(4, *shape, device=DEVICE).unbind()
-    torch.library.opcheck(ops.mhla_rank_summarize.default, (k, v, packed), test_utils=checks)
-    summaries = ops.mhla_rank_summarize(k, v, packed)
-    torch.library.opcheck(ops.mhla_rank_apply.default, (q, *summaries, packed), test_utils=checks)
-    _, inverse = ops.mhla_rank_apply(q, *summaries, packed)
-    torch.library.opcheck(ops.mhla_rank_summary_gradients.default, (*summaries, k, v, packed), test_utils=checks)
-    inputs = (d_out, q, *summaries, inverse, packed)
-    torch.library.opcheck(ops.mhla_rank_output_gradients.default, inputs, test_utils=checks)
-    empty = [x[:0] for x in ops.mhla_rank_summarize(k, v, packed)]
-    assert [x.shape for x in ops.mhla_rank_summarize(k[:0], v[:0], packed)] == [x.shape for x in empty]
+    torch.library.opcheck(ops.mhla_summarize_rank.default, (k, v, *packed), test_utils=checks)
+    summaries = ops.mhla_summarize_rank(k, v, *packed)
+    torch.library.opcheck(ops.mhla_apply_rank.default, (q, *summaries, *packed), test_utils=checks)
+    _, inverse = ops.mhla_apply_rank(q, *summaries, *packed)
+    torch.library.opcheck(ops.mhla_summary_gradients_rank.default, (*summaries, k, v, *packed), test_utils=checks)
+    inputs = (d_out, q, *summaries, inverse, *packed)
+    torch.library.opcheck(ops.mhla_output_gradients_rank.default, inputs, test_utils=checks)
+    empty = [x[:0] for x in ops.mhla_summarize_rank(k, v, *packed)]
+    assert [x.shape for x in ops.mhla_summarize_rank(k[:0], v[:0], *packed)] == [x.shape for x in empty]
 
 
 @pytest.mark.parametrize("impl", [REGIMES[0], pytest.param(REGIMES[1], marks=pytest.mark.slow)])

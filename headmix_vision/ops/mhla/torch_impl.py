@@ -18,6 +18,7 @@ from headmix_vision.ops.mhla.exchange import mix_over_ranks
 from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_blocks import BlocksOfRank, BlockTables, TokenBlocks, to_blocks, to_tokens
 from headmix_vision.ops.token_grid import TokenGrid
+from headmix_vision.ops.token_ranks import TokenRanks
 
 CHUNK = 64  # tokens of a block that meet each other one by one, in causal attention
 FEATURE_MAPS: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -38,6 +39,7 @@ def apply_feature_map(x: Tensor, name: str, eps: float) -> Tensor:
 NORMALIZERS = ("paper", "source_block", None)
 REGIMES = ("pairwise", "summary")
 _MANTISSA = 2.0**53
+_OF_RANK = -1  # begins packed settings of a rank; no index is negative
 
 
 class Settings(NamedTuple):
@@ -66,11 +68,16 @@ class Settings(NamedTuple):
             int(self.fallback),
         )
         sizes = (grid.num_prefix_tokens, grid.repeats, *grid.shape, *self.blocks.block_grid)
-        return [*choices, int(mantissa * _MANTISSA), exponent, *sizes]
+        ranks = self.blocks.ranks if isinstance(self.blocks, BlocksOfRank) else None
+        of_rank = () if ranks is None else (_OF_RANK, ranks.rank, ranks.size, ranks.axis)
+        return [*of_rank, *choices, int(mantissa * _MANTISSA), exponent, *sizes]
 
 
 def unpack(packed: Sequence[int]) -> Settings:
-    """Read what :meth:`Settings.pack` wrote."""
+    """Read what :meth:`Settings.pack` wrote; the group of ranks is left out, which work on tokens does not need."""
+    if packed[0] == _OF_RANK:
+        of_rank, settings = TokenRanks("", *packed[1:4]), unpack(packed[4:])
+        return settings._replace(blocks=settings.blocks.of_rank(of_rank))
     normalizer, feature_map, regime, causal, fallback, mantissa, exponent, num_prefix_tokens, repeats, *axes = packed
     shape, block_grid = tuple(axes[: len(axes) // 2]), tuple(axes[len(axes) // 2 :])
     return Settings(

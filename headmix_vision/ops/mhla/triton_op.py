@@ -8,8 +8,7 @@ repeated calls are bit-equal.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from headmix_vision.ops.dispatch import (
     FAILED,
-    NotRecorded,
     are_traced_parts,
     as_function,
     gradients_of,
@@ -26,14 +24,12 @@ from headmix_vision.ops.dispatch import (
     register,
     split_parts,
     stand_in,
-    way_in_graphs,
     without_dispatcher,
 )
 from headmix_vision.ops.mhla import triton_causal as causal
 from headmix_vision.ops.mhla import triton_pairwise as pairwise
 from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla import triton_tiles as shared
-from headmix_vision.ops.mhla.hopper import launch as hopper
 from headmix_vision.ops.mhla.regimes import choose_regime
 from headmix_vision.ops.mhla.torch_impl import (
     Settings,
@@ -44,18 +40,10 @@ from headmix_vision.ops.mhla.torch_impl import (
     unpack,
     unpack_cached,
 )
-from headmix_vision.ops.mhla.triton_launch import Backward, Forward, Gradients, Saved, gradient, parts
+from headmix_vision.ops.mhla.triton_launch import Backward, Forward, Gradients, Saved, gradient
 from headmix_vision.ops.mhla.triton_ranks import mhla_triton_of_rank
-from headmix_vision.ops.runtime import (
-    KernelFailed,
-    Layout,
-    autocast_off,
-    cached_tables,
-    constant_in_graphs,
-    device_of,
-    recorded,
-    storage_dtype,
-)
+from headmix_vision.ops.mhla.triton_tables import tables_of_graph, traced_tables
+from headmix_vision.ops.runtime import KernelFailed, autocast_off, device_of, storage_dtype
 from headmix_vision.ops.token_blocks import BlocksOfRank, to_blocks
 
 
@@ -85,89 +73,9 @@ def mhla_triton(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, settings: Setti
     denominator = None
     if settings.normalizer == "source_block":
         denominator = _source_block_denominator(q, k, mixing, settings)
-    tables = _tables_of_graph(q, v, packed) if is_inline() else None
+    tables = tables_of_graph(q, v.shape[3], packed) if is_inline() else None
     out: Tensor = _call_forward(q, k, v, mixing, denominator, tables, packed)[0]
     return out
-
-
-_TABLES = ModuleType("tables")  # of graphs: torch.compile reads an attribute of a module when it comes to it
-
-
-def _tables_of_graph(q: Tensor, v: Tensor, packed: Sequence[int]) -> Tensor | None:
-    """Return the index tables that a graph needs to launch the kernels itself; None where it calls the op."""
-    from torch.fx.experimental.symbolic_shapes import has_static_value
-
-    if not all(has_static_value(number) for number in packed):  # a graph for grids of all sizes
-        return None
-    name = _name_tables(tuple(packed), q.shape[2], q.shape[3], v.shape[3], q.dtype, q.device)
-    return None if name is None else getattr(_TABLES, name)
-
-
-@constant_in_graphs
-def _name_tables(packed: tuple[int, ...], *kind: Any) -> str | None:
-    """Put the tables of a graph into ``_TABLES``, and return their name."""
-    if way_in_graphs() == "auto" and _is_for_hopper(packed, *kind):
-        return None
-    tables = _joined_tables(packed, *kind)
-    name = f"tables_{id(tables)}"  # which keeps them
-    setattr(_TABLES, name, tables)
-    torch._dynamo.mark_static_address(tables, guard=False)
-    return name
-
-
-def _rows(call: Settings, H: int, D: int, dtype: torch.dtype, device: torch.device) -> Layout:
-    """Describe packed queries, keys or values of one image."""
-    N = call.blocks.num_tokens
-    return Layout(torch.Size((1, N, H, D)), (N * H * D, H * D, D, 1), dtype, device, True)
-
-
-def _is_for_hopper(packed: tuple[int, ...], H: int, D: int, Dv: int, dtype: torch.dtype, device: torch.device) -> bool:
-    call = unpack_cached(packed)
-    q, v = _rows(call, H, D, dtype, device), _rows(call, H, Dv, dtype, device)
-    return call.regime == "pairwise" and hopper.takes_forward(q, q, v, call)
-
-
-@lru_cache(maxsize=256)
-def _index_tables(
-    packed: tuple[int, ...], H: int, D: int, Dv: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, ...]:
-    """List the index tables that the portable kernels of both passes take."""
-    call = unpack_cached(packed)
-    M, pack = call.blocks.num_blocks, 1
-    q, v = _rows(call, H, D, dtype, device), _rows(call, H, Dv, dtype, device)
-    mixing = Layout(torch.Size((M, M)), (M, 1), torch.float32, device, True)
-    tables: list[Tensor] = []
-    with recorded({}):  # the plans of graphs, which have no Gluon kernels
-        if call.regime == "pairwise":
-            tables.append(pairwise._pairwise_forward(q, q, v, mixing, call).table)
-            for_query = pairwise._pairwise_backward_query(q, q, v, v, v, mixing, pack, call)
-            for plan in (for_query, pairwise._pairwise_backward_key(q, q, v, v, mixing, pack, call)):
-                tables += plan.places[:2]
-        elif call.causal:
-            tables.append(parts(call.blocks, summary.parts_of_a_block(call), device))
-        else:
-            of_forward = summary._summarize(q, v, call), summary._apply(q, v, call)
-            of_backward = summary._backward_query(q, v, pack, call), summary._backward_key(q, v, pack, call)
-            tables += (plan.table for plan in (*of_forward, *of_backward))
-    return tuple({id(table): table for table in tables}.values())
-
-
-@cached_tables
-def _joined_tables(packed: tuple[int, ...], *kind: Any) -> Tensor:
-    """Join all index tables: int32 [numbers]."""
-    return torch.cat([table.flatten() for table in _index_tables(packed, *kind)])
-
-
-def _traced_tables(joined: Tensor | None, q: Tensor, v: Tensor, settings: Sequence[int]) -> dict[int, Tensor]:
-    """Return the traced tensor for each index table.
-
-    They are copies: PyTorch takes a table for an output where a token from it makes the address of one.
-    """
-    if joined is None:
-        raise NotRecorded
-    tables = _index_tables(tuple(settings), q.shape[2], q.shape[3], v.shape[3], q.dtype, q.device)
-    traced = joined.split([table.numel() for table in tables])
-    return {id(table): x.clone().view(table.shape) for table, x in zip(tables, traced, strict=True)}
 
 
 def _source_block_denominator(q: Tensor, k: Tensor, mixing: Tensor, settings: Settings) -> Tensor:
@@ -264,7 +172,7 @@ def _record(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, denominator: Tensor | None, tables: Tensor | None,
     settings: list[int],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    traced, call = _traced_tables(tables, q, v, settings), unpack_cached(settings)
+    traced, call = traced_tables(tables, q, v.shape[3], settings), unpack_cached(settings)
     out, saved = v.new_empty(v.shape), _saved(q, v, call, denominator)
     with record_launches(call.fallback, _kind(q, v, call), traced):
         return out, *_run_kernels(Forward(q, k, v, mixing, out, saved, call))
@@ -378,7 +286,7 @@ def _fake_packed(d_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 def _record_gradients(packed: Tensor | None, d_out: Tensor, *arguments: Any) -> Gradients:
     q, k, v, mixing, out, *saved, tables, settings = arguments
-    traced, call = _traced_tables(tables, q, v, settings), unpack_cached(settings)
+    traced, call = traced_tables(tables, q, v.shape[3], settings), unpack_cached(settings)
     with record_launches(call.fallback, _kind(q, v, call), traced):
         backward = Backward(d_out, q, k, v, mixing, out, Saved(*saved), packed, call)
         return _of_inputs(_run_backward_kernels(backward), backward)
