@@ -1,8 +1,9 @@
 """Record eager calls of the ops, and replay them in C++: no Python runs in the forward or the backward pass.
 
 Set the environment variable ``HEADMIX_VISION_REPLAY=1`` for it before the package is imported. It needs a C++ compiler:
-``replay.cpp`` is compiled at the first call, and cached where Triton caches kernels. The first call of a kind records
-its allocations, kernel launches and ops of PyTorch. They are replayed for this and all later calls of the kind.
+the first call begins to compile ``replay.cpp``, which is cached where Triton caches kernels, and calls are ordinary
+ones until that is done, for about half a minute. Then the first call of a kind records its allocations, kernel launches
+and ops of PyTorch. They are replayed for this and all later calls of the kind.
 
 Calls have the same kind if all that they may depend on agrees: the state of the thread (autocast, inference mode),
 whether autograd records, settings, and for each tensor its dispatch keys, type, device, shape, strides, address modulo
@@ -14,15 +15,19 @@ says why. Compiled autograd cannot trace the backward pass of a replayed call.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import hashlib
 import importlib.util
 import os
+import signal
 import struct
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -38,6 +43,7 @@ from headmix_vision.ops.runtime import _forget, _recording
 
 Call = Callable[..., Any]
 NAME = "headmix_vision_replay"
+_PATIENCE_S = 300.0
 _PACKED = {"i8": "b", "i16": "h", "i32": "i", "i64": "q", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
            "fp32": "f", "fp64": "d"}  # fmt: skip
 _SPECIAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
@@ -46,37 +52,65 @@ _ABSOLUTE = ("aten::as_strided", "aten::as_strided_", "aten::set_")  # with an o
 _UNREPEATABLE = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-def build() -> Any:
-    """Import the extension; compile it where Triton's cache does not have it."""
+def build() -> str:
+    """Return the path of the extension; compile it where Triton's cache does not have it.
+
+    Of several processes on a machine, the others wait for the first one.
+    """
     from triton.runtime.cache import get_cache_manager
 
     source, home = Path(__file__).with_name("replay.cpp"), Path(torch.__file__).parent
     key = hashlib.sha256(f"{torch.__version__} {sys.version} {source.read_text()}".encode()).hexdigest()
     cache, file = get_cache_manager(key), f"{NAME}.so"
-    path = cache.get_file(file)
-    if path is None:
-        includes = home / "include", home / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]
-        with tempfile.TemporaryDirectory() as folder:
-            built = Path(folder, file)
-            command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden"]
-            command += [*(f"-I{path}" for path in includes), str(source), "-o", str(built), f"-L{home / 'lib'}"]
-            command += ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            path = cache.put(built.read_bytes(), file, binary=True)
-    spec: Any = importlib.util.spec_from_file_location(NAME, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        last = time.monotonic() + _PATIENCE_S
+        while cache.get_file(file) is None and time.monotonic() < last:
+            time.sleep(1)
+    if (path := cache.get_file(file)) is not None:
+        return str(path)
+    includes = home / "include", home / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]
+    with tempfile.TemporaryDirectory() as folder:
+        built = Path(folder, file)
+        command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden"]
+        command += [*(f"-I{path}" for path in includes), str(source), "-o", str(built), f"-L{home / 'lib'}"]
+        command += ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
+        pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+        with subprocess.Popen(command, text=True, **pipe) as compiler:  # and the processes that it starts
+            end = atexit.register(partial(os.killpg, compiler.pid, signal.SIGTERM))
+            said = compiler.communicate()[0]
+            atexit.unregister(end)
+        if compiler.returncode:
+            raise RuntimeError(f"{command[0]} ended with status {compiler.returncode}: {said}")
+        return str(cache.put(built.read_bytes(), file, binary=True))
+
+
+_ready, _lock = threading.Event(), threading.Lock()
+
+
+def extension() -> Any:
+    """Return the extension, when it is there; or None with a warning where it cannot be built."""
+    with _lock:
+        return _extension()
 
 
 @lru_cache
-def extension() -> Any:
-    """Return the extension, or None with a warning where it cannot be built."""
+def _extension() -> Any:
     try:
-        return build()
+        spec: Any = importlib.util.spec_from_file_location(NAME, build())
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
     except Exception as error:  # of the compiler, the linker or the loader
-        dispatch.warn_once(f"Calls of ops are not replayed: {error} {getattr(error, 'stderr', '')}"[:1000])
+        dispatch.warn_once(f"Calls of ops are not replayed: {error}"[:1000])
         return None
+    finally:
+        _ready.set()
+
+
+@lru_cache
+def _begin() -> None:
+    if torch.cuda.is_available():  # calls on a CPU stay ordinary ones
+        threading.Thread(target=extension, daemon=True).start()
 
 
 class Tape(TorchDispatchMode):
@@ -189,4 +223,10 @@ def replayed(ordinary: Call, run: Call, setup_context: Call, backward: Call) -> 
         _forget.append(made.forget)
         return cast(Call, made)
 
-    return lambda *args: calls()(*args)
+    def call(*args: Any) -> Any:
+        if _ready.is_set():
+            return calls()(*args)
+        _begin()
+        return ordinary(*args)
+
+    return call

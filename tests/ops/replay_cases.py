@@ -4,6 +4,7 @@ import ctypes
 import os
 import re
 import sys
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,9 +26,11 @@ from triton.runtime.jit import JITFunction
 
 from headmix_vision.layers.block_mixing import clip_keep_inward_gradient
 from headmix_vision.ops import TokenBlocks, TokenRanks, grid_conv, head_in_head, mhla, runtime
+from headmix_vision.ops import replay as replay_module
 from headmix_vision.ops.dispatch import COMPILED, _warned, as_function
 from headmix_vision.ops.runtime import Launch, forget_plans, right_assembler
 
+assert replay_module.extension() is not None  # before the tests: calls do not wait for it
 CUDA = ctypes.CDLL("libcuda.so.1")
 CUDA.take.restype = ctypes.c_char_p
 
@@ -127,6 +130,15 @@ def replay(op, *shape):
 def test_second_call_runs_no_python(op):
     assert replay(op, 4, 5) == (1, 1)
     assert replay(op, 4, 5) == (1, 1)
+
+
+def test_calls_are_ordinary_until_the_extension_is_there(op, monkeypatch):
+    there, asked = threading.Event(), []
+    monkeypatch.setattr(replay_module, "_ready", there)
+    monkeypatch.setattr(replay_module, "_begin", lambda: asked.append(1))
+    assert replay(op, 4, 5) == (5, 5) and len(asked) == 5
+    there.set()
+    assert replay(op, 4, 5) == (6, 6)
 
 
 def test_each_kind_is_its_own(op):

@@ -19,9 +19,10 @@ from headmix_vision.ops.grid_conv import triton_op as conv_op
 from headmix_vision.ops.head_in_head import triton_op as hih_op
 from headmix_vision.ops.mhla import triton_op as mhla_op
 from headmix_vision.ops.mix_heads import triton_op as mix_op
-from headmix_vision.ops.replay import _PACKED, replayed
+from headmix_vision.ops.replay import _PACKED, extension, replayed
 from headmix_vision.ops.runtime import Launch, forget_plans
 
+assert extension() is not None  # before the tests: calls do not wait for it
 CUDA = ctypes.CDLL("libcuda.so.1")
 RUN = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_void_p))
 F16, F32 = torch.float16, torch.float32  # the interpreter multiplies the bits of bfloat16
