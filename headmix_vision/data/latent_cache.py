@@ -127,7 +127,7 @@ def write_cache(
         rate = clip["frame_rate"]
         manifest |= {"clip": clip, "frame_rate": rate and rate / (autoencoder.time_downsampling or 1)}
     if prompts is not None:
-        manifest["prompts"] = prompts.encoder.description
+        manifest["prompts"] = _describe_prompts(out, prompts)
     numbers = sum(math.prod(shape) for name, shape in tensor_shapes(manifest).items() if name != "labels")
     needed = len(source) * numbers * getattr(torch, str(manifest["dtype"])).itemsize
     there = sum(path.stat().st_size for path in out.glob("*.safetensors")) if out.is_dir() else 0
@@ -200,6 +200,16 @@ def _is_of_earlier_decoding(out: Path, background: str) -> bool:
         stacklevel=2,
     )
     return True
+
+
+def _describe_prompts(out: Path, prompts: Prompts) -> dict[str, Any]:
+    """Describe the text encoder; with a warning without its hash, where an earlier version began the cache without."""
+    described = prompts.encoder.description
+    earlier = read_manifest(out)["prompts"] if (out / MANIFEST).is_file() else None
+    if earlier is None or "sha256" in earlier:
+        return described
+    warnings.warn(f"{out} was begun by an earlier version, which did not record its text encoder", stacklevel=2)
+    return {name: value for name, value in described.items() if name != "sha256"}
 
 
 def _source_hashes(source: Source, manifest: dict[str, Any], prompts: Prompts | None) -> list[str]:

@@ -3,7 +3,9 @@
 B prompts, L tokens, C width of the text encoder.
 """
 
+import hashlib
 import inspect
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +16,18 @@ from torch import Tensor
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.reading import check_fields, check_files, read_json
+from headmix_vision.files.tensors import file_sha256, sampled_sha256
 
 INDEX = "model_index.json"
 PIPELINES = {"WanPipeline": "WanTransformer3DModel", "SanaPipeline": "SanaTransformer2DModel"}
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _TEXT_OPTIONS = ("max_sequence_length", "clean_caption", "complex_human_instruction")
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_NO_NUMBERS = re.compile(  # entries of a text encoder's config.json that change no embedding
+    r"_.*|.*version|.*dtype|.*dropout.*|initializer_.*|.*token_id|use_cache|architectures|tokenizer_class"
+)
+_TOKENIZER_OPTIONS = ("add_bos_token", "add_eos_token", "add_prefix_space", "do_lower_case", "legacy", "padding_side")
+_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 _REFUSED = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, ImportError)
 
 
@@ -78,6 +87,80 @@ def read_shift(folder: str | Path) -> float:
     return 1.0 if shift is None else float(shift)
 
 
+def describe_text_encoder(folder: str | Path) -> dict[str, Any] | None:
+    """Describe what decides the embeddings of a pipeline's prompts, without loading its text encoder.
+
+    Returns:
+        Hash of text encoder and tokenizer, classes of pipeline and text encoder, and the options of `encode_prompt`,
+        which are known where transformers is installed; None where the folder has no text encoder or no tokenizer, or
+        lacks their files.
+
+    Raises:
+        InputError: If it is not a pipeline folder, or a file is damaged.
+    """
+    index, place = read_pipeline(folder), Path(folder) / "text_encoder"
+    entry, config, weights = index.get("text_encoder"), place / "config.json", _weight_files(place)
+    if not (isinstance(entry, list) and entry and isinstance(entry[-1], str) and config.is_file() and weights):
+        return None
+    tokenizer = _describe_tokenizer(Path(folder) / "tokenizer")
+    if not tokenizer:
+        return None
+    parts = [_without_noise(read_json(config)), tokenizer, sampled_sha256(weights)]
+    return {
+        "sha256": hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest(),
+        "pipeline": index["_class_name"],
+        "class": entry[-1],
+        **_text_options(index["_class_name"]),
+    }
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Find the files of weights that transformers loads; none if one is missing."""
+    for name in _WEIGHTS:
+        files, index = [folder / name], folder / f"{name}.index.json"
+        if not files[0].is_file() and index.is_file():
+            names = check_fields(str(index), read_json(index), {"weight_map": dict})["weight_map"].values()
+            files = sorted({folder / Path(str(file)).name for file in names})
+        if all(file.is_file() for file in files):
+            return files
+    return []
+
+
+def _without_noise(config: Any) -> Any:
+    """Leave out the entries of a configuration that change no embedding."""
+    if not isinstance(config, dict):
+        return config
+    return {name: _without_noise(value) for name, value in config.items() if not _NO_NUMBERS.fullmatch(name)}
+
+
+def _describe_tokenizer(folder: Path) -> list[Any]:
+    """Return the vocabulary of a tokenizer, or hashes of its files, and its options; an empty list if it has none."""
+    if not folder.is_dir():
+        return []
+    check_files(folder)
+    file, options = folder / "tokenizer.json", folder / _TOKENIZER_SETTINGS[0]
+    if file.is_file():  # it may also hold the padding and truncation of the last call, which each call sets
+        found = check_fields(str(file), read_json(file), {"model": dict})
+        names = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "model")
+        vocabulary: Any = [found.get(name) for name in names]
+    else:
+        files = [file for file in sorted(folder.glob("[!.]*")) if file.is_file()]
+        vocabulary = [[file.name, file_sha256(file)] for file in files if file.name not in _TOKENIZER_SETTINGS]
+    given = check_fields(str(options), read_json(options), {}) if options.is_file() else {}
+    return [vocabulary, {name: given[name] for name in _TOKENIZER_OPTIONS if name in given}] if vocabulary else []
+
+
+def _text_options(pipeline: str) -> dict[str, Any]:
+    """Return the options of `encode_prompt` that calling a pipeline has by default; none without transformers."""
+    import diffusers
+
+    if not diffusers.utils.is_transformers_available():  # training does without, and the class is a stand-in
+        return {}
+    kind = getattr(diffusers, pipeline)
+    taken, given = (inspect.signature(method).parameters for method in (kind.encode_prompt, kind.__call__))
+    return {option: given[option].default for option in _TEXT_OPTIONS if option in taken and option in given}
+
+
 class TextEncoder:
     """Tokenizer and text encoder of a pipeline, with the options that calling the pipeline has by default.
 
@@ -110,18 +193,11 @@ class TextEncoder:
         encoder = encoder.to(device).eval().requires_grad_(False)
         self.device = torch.device(device)
         self._pipeline = kind(tokenizer=tokenizer, text_encoder=encoder, vae=None, transformer=None, scheduler=None)
-        taken, given = (inspect.signature(method).parameters for method in (kind.encode_prompt, kind.__call__))
-        self.options = {
-            option: given[option].default for option in _TEXT_OPTIONS if option in taken and option in given
-        }
+        self.options = _text_options(index["_class_name"])
         null, mask = self.encode_null()
-        self.description = {
-            "pipeline": index["_class_name"],
-            "class": name,
-            "shape": list(null.shape),
-            "masked": mask is not None,
-            **self.options,
-        }
+        described = describe_text_encoder(folder)
+        assert described is not None, "it has just been loaded"
+        self.description = {**described, "shape": list(null.shape), "masked": mask is not None}
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor | None]:

@@ -60,6 +60,7 @@ _GENERATOR = {
     "architecture": dict,
     "objective": dict,
     "vae": str | None,
+    "text_encoder": dict | None,
     "class_names": list | None,
 }
 _ENTRIES = {

@@ -9,11 +9,12 @@ from typing import Any, cast
 import diffusers
 import torch
 
+from headmix_vision.console import say_once
 from headmix_vision.errors import InputError
 from headmix_vision.files.tensors import state_sha256
 from headmix_vision.models.autoencoders import load_autoencoder
 from headmix_vision.models.lora import LoraTransformer
-from headmix_vision.models.pipeline_folder import read_pipeline
+from headmix_vision.models.pipeline_folder import describe_text_encoder, read_pipeline
 from headmix_vision.models.prompted import PromptedTransformer
 from headmix_vision.runs.checkpoints import (
     DESCRIPTION_KEY,
@@ -46,16 +47,21 @@ def load_prompted(network: PromptedTransformer, checkpoint: str) -> None:
     network.load_state_dict(state)
 
 
-def check_latents(network: PromptedTransformer, folder: str, manifests: dict[str, dict[str, Any]]) -> None:
+def check_latents(network: PromptedTransformer, folder: str, manifests: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Check that the transformer's own pipeline made the cached latents and prompts.
+
+    A note says where prompts cannot be compared: the folder has no text encoder, or an earlier version made the cache.
 
     Args:
         network: The network.
         folder: Folder of the pipeline.
         manifests: What `read_manifest` returned, by the folders of the caches.
 
+    Returns:
+        Description of the text encoder.
+
     Raises:
-        InputError: If channels, axes, width of prompts or weights of the autoencoder differ.
+        InputError: If channels, axes, width of prompts, weights of the autoencoder or the text encoder differ.
     """
     for place, manifest in manifests.items():
         channels, *grid = manifest["shape"]
@@ -71,15 +77,40 @@ def check_latents(network: PromptedTransformer, folder: str, manifests: dict[str
         width = manifest["prompts"]["shape"][-1]
         if width != network.prompt_width:
             raise InputError(f"the prompts of {place} have width {width}, the transformer takes {network.prompt_width}")
+    encoder = _check_prompts(folder, manifests)
     known = {manifest["autoencoder"].get("sha256") for manifest in manifests.values()}
     state = load_autoencoder(folder, fetch=False).module.state_dict()  # type: ignore[union-attr]
     for dtype in _ENCODER_TYPES:  # in which latents may have been encoded
         known -= {state_sha256({name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()})}
         if not known:
-            return
+            return encoder
     places = [place for place, manifest in manifests.items() if manifest["autoencoder"].get("sha256") in known]
-    raise InputError(
-        f"the latents of {places[0]} are of another autoencoder than that in {folder}: cache them with --vae {folder}"
+    raise _made_by_another("autoencoder", "latents", places[0], manifests, folder, ["sha256"])
+
+
+def _check_prompts(folder: str, manifests: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Check that a pipeline's own text encoder embedded the prompts; return its description, or else that of caches."""
+    encoder = describe_text_encoder(folder)
+    if encoder is None:
+        say_once(f"note: {folder} has no text encoder to compare: prompts of another one go unnoticed")
+        return dict(next(iter(manifests.values()))["prompts"])
+    for place, manifest in manifests.items():
+        differing = [name for name, value in encoder.items() if manifest["prompts"].get(name, value) != value]
+        if differing:
+            raise _made_by_another("text encoder", "prompts", place, manifests, folder, differing)
+    earlier = [place for place, manifest in manifests.items() if "sha256" not in manifest["prompts"]]
+    if earlier:
+        say_once(f"note: an earlier version made {earlier[0]}: prompts of another text encoder go unnoticed")
+    return encoder
+
+
+def _made_by_another(
+    part: str, made: str, place: str, manifests: dict[str, dict[str, Any]], folder: str, differing: list[str]
+) -> InputError:
+    source = manifests[place]["autoencoder"].get("source")  # for prompts too: the folder of a pipeline
+    return InputError(
+        f"the {made} of {place}, made with {source}, are of another {part} than that in {folder} (differing:"
+        f" {', '.join(differing)}): cache them with --vae {folder}"
     )
 
 
@@ -95,10 +126,16 @@ def open_run(checkpoint: Path, *, raw: bool = False, adapter: bool = False) -> t
         A function that writes the pipeline folder, which must not exist, and the class of the pipeline.
 
     Raises:
-        InputError: If the pipeline is not there any more, or the checkpoint holds no such network.
+        InputError: If the pipeline is not there any more or has another text encoder, or the checkpoint holds no such
+            network.
     """
     read = read_checkpoint(checkpoint)
     folder, network = str(read[DESCRIPTION_KEY]["vae"]), load_network(read, raw=raw)
+    trained, encoder = read[DESCRIPTION_KEY]["text_encoder"] or {}, describe_text_encoder(folder) or {}
+    if "sha256" in trained and "sha256" in encoder and trained["sha256"] != encoder["sha256"]:
+        raise InputError(
+            f"{checkpoint} was trained on prompts of another text encoder than that in {folder}: restore the folder"
+        )
     index, transformer = read_pipeline(folder), cast(Any, network).transformer
     lora = network.take_adapter(merge=not adapter) if isinstance(network, LoraTransformer) else None
 

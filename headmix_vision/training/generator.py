@@ -197,12 +197,13 @@ class ImageGenerator(BaseModule):
         """Take the class names over from the data, and check that the latents are those of the pipeline.
 
         Raises:
-            InputError: If the latents have other channels, another autoencoder or prompts of another width.
+            InputError: If the latents have other channels, another autoencoder or prompts of another text encoder.
         """
         datamodule = getattr(self.trainer, "datamodule", None)
         self.class_names = getattr(datamodule, "class_names", None) or self.class_names
         if isinstance(self.net, PromptedTransformer) and datamodule is not None:
-            check_latents(self.net, str(self.vae_source), datamodule.manifests())
+            made_by = check_latents(self.net, str(self.vae_source), datamodule.manifests())
+            self.description["text_encoder"] = made_by
 
     def configure_model(self) -> None:
         """Set up context parallelism, if asked to; then as for all networks.

@@ -11,18 +11,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 import torch.multiprocessing
 from diffusers import SanaPipeline, SanaTransformer2DModel, WanPipeline, WanTransformer3DModel
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch.utilities import rank_zero_only
+from safetensors.torch import load_file, save_file
 
 from headmix_vision.cli import analyze, cache_latents, distill, export, train_gen
 from headmix_vision.data.datasets.latents import LatentShards
+from headmix_vision.files.tensors import sampled_sha256
+from headmix_vision.models import pipeline_folder
 from headmix_vision.models.convert_sana import SanaMHLATransformer2DModel
 from headmix_vision.models.convert_wan import WanMHLATransformer3DModel
-from headmix_vision.models.pipeline_folder import TextEncoder, read_shift
+from headmix_vision.models.pipeline_folder import TextEncoder, describe_text_encoder, read_shift
 from headmix_vision.runs.checkpoints import read_checkpoint
 
 from .tiny_pipelines import PROMPTS, make_sana, make_wan, write_files
@@ -289,7 +293,144 @@ def test_wrong_input_is_refused_in_one_line(made: Path, tmp_path: Path, capsys: 
     shutil.rmtree(tmp_path / "wan")
     make_wan(tmp_path / "wan", num_layers=1)
     weights = tmp_path / "wan" / "vae" / "diffusion_pytorch_model.safetensors"
-    from safetensors.torch import load_file, save_file
-
     save_file({name: value + 1 for name, value in load_file(weights).items()}, weights, {"format": "pt"})
     refused("are of another autoencoder than", fit(made, "wan", run, *other, "--model.layers", "[0]"))
+
+
+def copied(made: Path, folder: Path, kind: str = "wan") -> Path:
+    shutil.copytree(made / kind, folder)
+    return folder
+
+
+def shift_weights(folder: Path) -> Path:
+    """Add 1 to one matrix of the text encoder of a pipeline folder."""
+    file = folder / "text_encoder" / "model.safetensors"
+    state = load_file(file)
+    name = next(name for name in sorted(state) if state[name].ndim > 1)
+    save_file({**state, name: state[name] + 1}, file, {"format": "pt"})
+    return folder
+
+
+def edit_json(file: Path, **entries: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+
+
+def test_prompts_of_another_text_encoder_are_refused(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shift_weights(copied(made, tmp_path / "other"))
+    for main in (train_gen.main, distill.main):
+        assert fit(made, "wan", tmp_path / "run", "--model.transformer", other, main=main) == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+        message = f"made with {made / 'wan'}, are of another text encoder than that in {other} (differing: sha256)"
+        assert message in line and line.endswith(f"cache them with --vae {other}")
+    cache = ("--data", "latents", "--root", made / "clips", "--split", "train", "--block-grid", 1, 2, 2)
+    words = ("sensitivity", "--teacher", other, *cache, "--images", 4, "--device", "cpu", "--out", tmp_path / "table")
+    assert call(analyze.main, *words) == 2
+    assert "are of another text encoder than" in capsys.readouterr().err
+    edit_json(other / "model_index.json", text_encoder=["transformers", "T5EncoderModel"])
+    assert fit(made, "wan", tmp_path / "run", "--model.transformer", other) == 2
+    assert "(differing: sha256, class)" in capsys.readouterr().err
+    clips = ("--videos", made / "videos", "--prompts", made / "videos.csv", "--frames", 5, "--sizes", "32x48", "48x32")
+    edit_json(other / "model_index.json", text_encoder=["transformers", "UMT5EncoderModel"])
+    assert call(cache_latents.main, *clips, "--vae", other, "--out", made / "clips", "--device", "cpu") == 2
+    assert "was begun with prompts {'sha256': " in capsys.readouterr().err
+
+    shutil.rmtree(other / "text_encoder")
+    assert fit(made, "wan", tmp_path / "run", "--model.transformer", other, "--trainer.max_steps", 1) == 0
+    assert f"note: {other} has no text encoder to compare" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["wan", "sana"])
+def test_a_text_encoder_is_known_by_what_changes_embeddings(
+    kind: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, known = copied(made, tmp_path / "copy", kind), describe_text_encoder(made / kind)
+    assert known is not None and describe_text_encoder(folder) == known
+    pipeline: Any = {"wan": WanPipeline, "sana": SanaPipeline}[kind].from_pretrained(folder)
+    prompts = {"prompt": PROMPTS, "do_classifier_free_guidance": False}
+    pipeline.encode_prompt(**prompts)  # the tokenizer keeps its last padding
+    pipeline.text_encoder.to(torch.bfloat16)
+    pipeline.save_pretrained(tmp_path / "saved", max_shard_size="2KB")
+    assert (tmp_path / "saved" / "text_encoder" / "model.safetensors.index.json").is_file()
+    edit_json(tmp_path / "saved" / "text_encoder" / "config.json", _name_or_path="x", transformers_version="0")
+    assert describe_text_encoder(tmp_path / "saved") == known
+
+    config, tokenizer = folder / "text_encoder" / "config.json", folder / "tokenizer" / "tokenizer.json"
+    for file, entries in (
+        (config, {"layer_norm_epsilon": 0.1, "rms_norm_eps": 0.1}),
+        (tokenizer, {"normalizer": {"type": "Lowercase"}}),
+        (folder / "tokenizer" / "tokenizer_config.json", {"padding_side": "left"}),
+    ):
+        text = file.read_text()
+        edit_json(file, **entries)
+        described = describe_text_encoder(folder)
+        assert described is not None and described["sha256"] != known["sha256"], file
+        file.write_text(text)
+    monkeypatch.setattr(diffusers.utils, "is_transformers_available", lambda: False)
+    without = describe_text_encoder(folder)
+    assert without is not None and without.items() < known.items() and "sha256" in without
+    monkeypatch.undo()
+    file = folder / "text_encoder" / "model.safetensors"
+    torch.save(load_file(file), file.with_name("pytorch_model.bin"))
+    assert describe_text_encoder(folder) == known  # transformers prefers the safetensors
+    file.unlink()
+    described = describe_text_encoder(folder)
+    assert described is not None and described["sha256"] != known["sha256"]
+    tokenizer.rename(tokenizer.with_name("spiece.model"))
+    assert describe_text_encoder(folder) not in (None, described)
+    file.with_name("pytorch_model.bin").unlink()
+    assert describe_text_encoder(folder) is None
+
+
+def test_large_weights_are_sampled_at_both_ends_and_between(tmp_path: Path) -> None:
+    def hashed(**changes: int) -> str:
+        weight = torch.arange(4096.0 * 512).view(4096, 512)
+        for row in changes.values():
+            weight[row] += 1e6
+        save_file({"weight": weight}, tmp_path / "model.safetensors")
+        return sampled_sha256([tmp_path / "model.safetensors"])
+
+    known = hashed()
+    assert known == hashed(unread=100)
+    assert len({known, hashed(first=0), hashed(last=4095), hashed(between=4094 * 3 // 7 + 1)}) == 4
+
+
+def test_prompts_of_earlier_versions_are_read(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_hash(folder: Path) -> dict[str, Any]:
+        return {name: value for name, value in (describe_text_encoder(folder) or {}).items() if name != "sha256"}
+
+    common = ("--vae", made / "wan", "--out", tmp_path / "clips", "--device", "cpu", "--workers", 0, "--frames", 5)
+    words = (*common, "--videos", made / "videos", "--prompts", made / "videos.csv", "--sizes", "32x48", "48x32")
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline_folder, "describe_text_encoder", without_hash)
+        assert call(cache_latents.main, *words) == 0
+    root = ("--data.root", tmp_path / "clips", "--trainer.max_steps", 1)
+    assert fit(made, "wan", tmp_path / "run", *root) == 0
+    assert f"note: an earlier version made {tmp_path / 'clips' / '32x48'}: " in capsys.readouterr().err
+
+    earlier = (tmp_path / "clips" / "32x48" / "latents.json").read_text()
+    (tmp_path / "clips" / "32x48" / "shard-00000.safetensors").unlink()
+    shutil.rmtree(tmp_path / "clips" / "48x32")
+    with pytest.warns(UserWarning, match="earlier version, which did not record its text encoder"):
+        assert call(cache_latents.main, *words) == 0
+    assert (tmp_path / "clips" / "32x48" / "latents.json").read_text() == earlier
+    assert "sha256" in json.loads((tmp_path / "clips" / "48x32" / "latents.json").read_text())["prompts"]
+    assert fit(made, "wan", tmp_path / "other", *root) == 0
+    capsys.readouterr()
+    other = shift_weights(copied(made, tmp_path / "wan"))
+    assert fit(made, "wan", tmp_path / "new", *root, "--model.transformer", other) == 2
+    assert f"the prompts of {tmp_path / 'clips' / '48x32'}, made with" in capsys.readouterr().err
+
+
+def test_an_export_has_the_text_encoder_of_training(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copied(made, tmp_path / "wan")
+    assert fit(made, "wan", tmp_path / "run", "--model.transformer", folder, "--trainer.max_steps", 1) == 0
+    shift_weights(folder)
+    assert call(export.main, tmp_path / "run", "--out", tmp_path / "out") == 2
+    assert f"was trained on prompts of another text encoder than that in {folder}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
