@@ -196,7 +196,8 @@ class TextEncoder:
         self.options = _text_options(index["_class_name"])
         null, mask = self.encode_null()
         described = describe_text_encoder(folder)
-        assert described is not None, "it has just been loaded"
+        if described is None:  # loaded from files that no other reader of the folder would find
+            raise InputError(f"{folder}: its text encoder or its tokenizer has files of unknown names")
         self.description = {**described, "shape": list(null.shape), "masked": mask is not None}
 
     @torch.inference_mode()
