@@ -27,6 +27,7 @@ import torch
 
 from headmix_lab.tables import installed_version, write_table
 from headmix_vision.console import end_without_others
+from headmix_vision.ops.dispatch import REPLAY
 
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -209,6 +210,10 @@ def open_device(name: str) -> torch.device:
         raise SystemExit(
             "error: --device cuda: torch sees no CUDA device; --device cpu --tiny tries the script itself."
         )
+    if name == "cuda" and os.environ.get(REPLAY) == "1":
+        from headmix_vision.ops.replay import extension
+
+        extension()  # calls do not wait until it is built
     return torch.device(name)
 
 
