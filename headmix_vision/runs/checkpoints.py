@@ -6,9 +6,8 @@ compared before one of them is used. This costs 0.65 s of CPU time per GiB, on u
 missing, as in checkpoints of earlier versions, the CRC-32 is compared, at 0.35 s per GiB.
 
 Several processes write a checkpoint in shards, each its own part. The `.ckpt` file then has, in the place of each
-sharded tensor, one of the same shape and type without values (on the device `meta`). Its entry `shards` names the
-folder beside it, in the format of `torch.distributed.checkpoint`, and holds the SHA-256 of each file in there. Each
-process compares them, at 0.7 s per GiB, with the files that it reads. Shards of earlier versions have none.
+sharded tensor, one of the same shape and type without values (on the device `meta`). Its entry `shards` tells where
+the values are. `shards.py` reads them; it is imported for such checkpoints alone.
 """
 
 import hashlib
@@ -17,26 +16,17 @@ import math
 import os
 import pickle
 import re
-import shutil
-import warnings
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from glob import escape
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata, load
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from headmix_vision.errors import InputError, is_whole
 from headmix_vision.files.reading import check_fields, check_nesting
-from headmix_vision.files.tensors import check_archive, check_plain, file_sha256, is_archive, tensors_sha256
+from headmix_vision.files.tensors import check_archive, check_plain, is_archive, tensors_sha256
 from headmix_vision.files.writing import lock_holder
 from headmix_vision.runs.directory import BEST, CHECKPOINTS, LAST, LOCK, REPLACED, standing_file
 
@@ -77,20 +67,6 @@ _ENTRIES = {
 _ALWAYS = ("global_step", "pytorch-lightning_version", "state_dict")
 SHARDS = "shards"
 SHARDED = ("state_dict", "current_model_state", "optimizer_states")
-FORMAT = 1
-_FIELDS = {"format": int, "folder": str, "identity": int, "processes": int, "sha256": dict | None}
-SHARDS_INDEX = ".metadata"  # written when all shards are whole
-_IDENTITY = "[0-9a-f]" * 16
-_MARKS = "/identity/"
-_KNOWN = {
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata"),
-        *("TensorProperties", "_MEM_FORMAT_ENCODING"),
-    },
-}
 
 
 def find_checkpoint(run: str | os.PathLike[str], which: str | None = None) -> Path:
@@ -188,7 +164,7 @@ def read_checkpoint(
             raise InputError(f"{path}: entry {key!r} is not a table of weights by name")
     _check_counts(path, checkpoint)
     about = _check_about(path, checkpoint[DESCRIPTION_KEY])
-    check_shards(path, checkpoint)
+    _check_values(path, checkpoint)
     if VALUES_HASH in checkpoint and checkpoint[VALUES_HASH] != values_sha256(checkpoint):
         raise InputError(
             f"{path} is damaged or was edited: its values do not have the SHA-256 in its entry {VALUES_HASH!r};"
@@ -201,7 +177,35 @@ def read_checkpoint(
             f"{path} is damaged or was edited: its tensors do not have the SHA-256 in its entry {HASH!r};"
             " remove the entry from an edited checkpoint"
         )
-    return {**read_shards(path, checkpoint, sharded), DESCRIPTION_KEY: about}
+    return {**checkpoint, **_read_values(path, checkpoint, sharded), DESCRIPTION_KEY: about}
+
+
+def _check_values(path: Path, checkpoint: dict[str, Any]) -> None:
+    """Check that tensors without values have them in shards, all of which are there."""
+    tensors = _without_values({name: checkpoint.get(name) for name in SHARDED})
+    if SHARDS in checkpoint:
+        from headmix_vision.runs.shards import check_shards
+
+        check_shards(path, checkpoint[SHARDS], tensors)
+    elif tensors:
+        first = next(iter(tensors))
+        raise InputError(f"{path} is damaged: {first} has no values, and the entry {SHARDS!r} is missing")
+
+
+def _read_values(path: Path, checkpoint: dict[str, Any], entries: Iterable[str]) -> dict[str, Any]:
+    """Copy entries of a checkpoint, with the values of tensors that are in shards."""
+    wanted = {name: checkpoint[name] for name in entries if name in checkpoint}
+    values: dict[str, Tensor] = {}
+    if tensors := _without_values(wanted):
+        from headmix_vision.runs.shards import read_shards
+
+        values = read_shards(path, checkpoint[SHARDS], tensors)
+    copied: dict[str, Any] = map_tensors(wanted, lambda name, tensor: values.get(name, tensor))
+    return copied
+
+
+def _without_values(entries: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in named_tensors(entries) if tensor.is_meta}
 
 
 def checkpoint_sha256(checkpoint: dict[str, Any]) -> str:
@@ -405,196 +409,3 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 def whole(tensor: Tensor) -> Tensor:
     """Gather a tensor of which each process has a part; return others as they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def identity_name(process: int) -> str:
-    """Name the number which a process writes into its shard, by which shards of other checkpoints are told."""
-    return f"{_MARKS}{process}"
-
-
-def shards_folder(checkpoint: Path, identity: int) -> Path:
-    """Name the folder of the shards of a checkpoint file."""
-    return checkpoint.with_name(f"{checkpoint.stem}.{identity:016x}.shards")
-
-
-def remove_shards(checkpoint: Path, keep: str | None = None) -> None:
-    """Delete the folders of shards of a checkpoint file, but one."""
-    for folder in checkpoint.parent.glob(f"{escape(checkpoint.stem)}.{_IDENTITY}.shards"):
-        if folder.name != keep:
-            shutil.rmtree(folder)
-
-
-def remove_unfinished(checkpoints: Path) -> None:
-    """Delete shards that killed processes were writing to a folder; only for who holds the lock of its run."""
-    for folder in checkpoints.glob(f"*.{_IDENTITY}.shards"):
-        if not (folder / SHARDS_INDEX).exists():
-            shutil.rmtree(folder)
-
-
-def check_shards(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Check that all shards of a checkpoint are there; do nothing with one that has none.
-
-    Args:
-        path: The `.ckpt` file.
-        checkpoint: What it holds.
-
-    Raises:
-        InputError: If one is missing or truncated, if they are of another number of processes or another version of
-            this format, or if tensors have no values and there are no shards.
-    """
-    if SHARDS not in checkpoint:
-        map_tensors({name: checkpoint.get(name) for name in SHARDED}, partial(_check_values, path))
-        return
-    about = check_fields(f"the entry {SHARDS!r} of {path}", checkpoint[SHARDS], _FIELDS)
-    if about["format"] != FORMAT:
-        raise InputError(f"the shards of {path} have format {about['format']}, this version reads {FORMAT}")
-    reader = _Reader(path, about)
-    folder = Path(reader.path)
-    if not folder.is_dir():
-        raise InputError(f"{path} lacks the folder of its shards, {folder}: copy or move both")
-    metadata = reader.read_metadata()
-    marks = [name for name in metadata.state_dict_metadata if name.startswith(_MARKS)]
-    if about["processes"] != len(marks) or not marks:
-        raise InputError(
-            f"{path} is of {about['processes']} processes, but its shards {folder} of {len(marks)}: copy both again"
-        )
-    ends: dict[str, int] = {}
-    for info in metadata.storage_data.values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for name, end in sorted(ends.items()):
-        shard = folder / Path(name).name
-        if not shard.is_file():
-            raise InputError(f"the shard {shard} of {path} is missing")
-        if shard.stat().st_size < end:
-            raise InputError(f"the shard {shard} of {path} is truncated ({shard.stat().st_size} bytes)")
-    stored, held = metadata.state_dict_metadata, sum((folder / Path(name).name).stat().st_size for name in ends)
-
-    def check_size(name: str, tensor: Tensor) -> None:
-        found = stored.get(name)
-        alike = isinstance(found, TensorStorageMetadata) and found.size == tensor.shape
-        if tensor.is_meta and not (alike and tensor.numel() * tensor.element_size() <= held):
-            raise InputError(f"{path} is damaged: {name} of shape {list(tensor.shape)} is not in its shards {folder}")
-
-    map_tensors({name: checkpoint.get(name) for name in SHARDED}, check_size)
-
-
-def _check_values(path: Path, name: str, tensor: Tensor) -> None:
-    if tensor.is_meta:
-        raise InputError(f"{path} is damaged: {name} has no values, and the entry {SHARDS!r} is missing")
-
-
-def read_shards(path: Path, checkpoint: dict[str, Any], entries: Iterable[str] = SHARDED) -> dict[str, Any]:
-    """Read sharded tensors whole, on the CPU.
-
-    Args:
-        path: The `.ckpt` file.
-        checkpoint: What it holds.
-        entries: The entries whose tensors are read; tensors of other entries stay without values.
-
-    Returns:
-        The checkpoint, with values.
-
-    Raises:
-        InputError: If a shard is damaged or of another checkpoint.
-    """
-    tensors: dict[str, Tensor] = {}
-
-    def make(name: str, tensor: Tensor) -> Tensor:
-        if tensor.is_meta:
-            tensors[name] = tensor = torch.empty_like(tensor, device="cpu")
-        return tensor
-
-    wanted = {name: checkpoint[name] for name in entries if name in checkpoint}
-    read = {**checkpoint, **map_tensors(wanted, make)}
-    fill(tensors, path, checkpoint, whole=True)
-    return read
-
-
-def fill(
-    tensors: dict[str, Tensor],
-    path: Path,
-    checkpoint: dict[str, Any],
-    *,
-    whole: bool = False,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Read values into tensors, of which DTensors get this process's part.
-
-    Args:
-        tensors: What to fill, by names of `map_tensors`.
-        path: The `.ckpt` file.
-        checkpoint: What it holds.
-        whole: Whether this process reads alone; else all processes of the group have to call this.
-        group: The processes; all when None.
-
-    Raises:
-        InputError: If a shard is damaged or of another checkpoint.
-    """
-    if not tensors:
-        return
-    about = checkpoint[SHARDS]
-    marks = {identity_name(process): torch.zeros((), dtype=torch.int64) for process in range(about["processes"])}
-    reader = _Reader(path, about)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it was asked to read alone
-            load({**tensors, **marks}, storage_reader=reader, process_group=group, no_dist=whole)
-    except CheckpointException as error:
-        reason = next(iter(error.failures.values()))[0]
-        raise InputError(f"the shards of {path} are damaged: {reason}") from None
-    for process, mark in enumerate(marks.values()):
-        if int(mark) != about["identity"]:
-            raise InputError(f"the shard of process {process} in {reader.path} is of another checkpoint than {path}")
-
-
-class _Reader(FileSystemReader):
-    """Read shards without unpickling anything but their index, and compare the hashes of all files that it reads.
-
-    Args:
-        checkpoint: The `.ckpt` file.
-        about: Its entry `shards`.
-    """
-
-    def __init__(self, checkpoint: Path, about: dict[str, Any]) -> None:
-        super().__init__(checkpoint.parent / Path(about["folder"]).name)
-        self.sha256: dict[str, str] | None = about.get("sha256")
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / SHARDS_INDEX
-        try:
-            self._check(SHARDS_INDEX)
-            with path.open("rb") as file:
-                metadata = _IndexUnpickler(file).load()
-        except FileNotFoundError:
-            raise InputError(f"{path.parent} is not a complete folder of shards: it lacks {SHARDS_INDEX}") from None
-        except InputError:
-            raise
-        except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, LookupError) as error:
-            raise InputError(f"{path} is damaged: {error}") from None
-        kinds = metadata.state_dict_metadata.values() if isinstance(metadata, Metadata) else [None]
-        if not all(isinstance(kind, TensorStorageMetadata) for kind in kinds):  # torch would unpickle all else
-            raise InputError(f"{path} is not an index of tensors")
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for name in sorted({self.storage_data[item.storage_index].relative_path for item in plan.items}):
-            self._check(name)
-        return super().read_data(plan, planner)
-
-    def _check(self, name: str) -> None:
-        path = Path(self.path) / name
-        if name != path.name:
-            raise InputError(f"{Path(self.path) / SHARDS_INDEX} is damaged: it names the shard {name!r:.60}")
-        if self.sha256 is not None and file_sha256(path) != self.sha256.get(name):
-            raise InputError(f"the shard {path} is damaged: it does not have the SHA-256 in its checkpoint")
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _KNOWN.get(module, ()) or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it holds {module}.{name}")

@@ -19,9 +19,9 @@ from headmix_vision.runs.checkpoints import (
     VALUES_HASH,
     checkpoint_sha256,
     read_checkpoint,
-    remove_shards,
     values_sha256,
 )
+from headmix_vision.runs.shards import remove_shards
 from headmix_vision.training.run_directory import RunDirectory, RunLostError
 
 

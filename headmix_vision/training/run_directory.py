@@ -21,7 +21,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from headmix_vision.console import command_words, say
 from headmix_vision.errors import InputError, message_of
 from headmix_vision.files.writing import hold_lock, remove_temporaries
-from headmix_vision.runs.checkpoints import find_standing_checkpoint, remove_unfinished
+from headmix_vision.runs.checkpoints import find_standing_checkpoint
 from headmix_vision.runs.directory import (
     CHECKPOINTS,
     LAST,
@@ -37,6 +37,7 @@ from headmix_vision.runs.directory import (
     standing_file,
     standing_places,
 )
+from headmix_vision.runs.shards import remove_unfinished
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what is there stays, and the run goes on from it
 

@@ -28,20 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from headmix_vision.errors import InputError, check_counts, check_flags
 from headmix_vision.files.tensors import file_sha256
 from headmix_vision.layers.cores import AttentionCore
-from headmix_vision.runs.checkpoints import (
-    FORMAT,
-    SHARDED,
-    SHARDS,
-    SHARDS_INDEX,
-    check_state,
-    fill,
-    identity_name,
-    map_tensors,
-    read_checkpoint,
-    remove_unfinished,
-    shards_folder,
-    whole,
-)
+from headmix_vision.runs.checkpoints import SHARDED, SHARDS, check_state, map_tensors, read_checkpoint, whole
+from headmix_vision.runs.shards import FORMAT, SHARDS_INDEX, fill, identity_name, remove_unfinished, shards_folder
 
 NOT_ON_SHARDS = ("adamp", "adamuon", "kron", "mars", "novograd", "sgdp")  # in names of timm's optimizers
 
@@ -258,7 +246,8 @@ class ShardedStrategy(ModelParallelStrategy):
 
         stored = {name: checkpoint[name] for name in SHARDED if name in checkpoint}
         placed = {**checkpoint, **map_tensors(stored, place)}
-        fill(to_read, path, checkpoint, group=self._group)
+        if to_read:
+            fill(to_read, path, checkpoint[SHARDS], group=self._group)
         return placed
 
     def _targets(self) -> dict[str, DTensor]:

@@ -10,7 +10,7 @@ import pytest
 
 from headmix_vision.errors import InputError
 from headmix_vision.files.writing import hold_lock
-from headmix_vision.runs.checkpoints import remove_shards, shards_folder
+from headmix_vision.runs.shards import remove_shards, shards_folder
 from headmix_vision.training.classifier import ImageClassifier
 from headmix_vision.training.run_directory import RunDirectory
 
