@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from headmix_lab.tables import installed_version, write_table
-from headmix_vision.console import end_without_others
 from headmix_vision.ops.dispatch import REPLAY
+from headmix_vision.processes import end_without_others
 
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"

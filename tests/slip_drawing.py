@@ -192,7 +192,7 @@ def sites() -> list[tuple[str, ast.AST, tuple[str, ...], list[str]]]:
     listed = []
     package = ROOT / "headmix_vision"
     folders = [path for folder in FOLDERS for path in (package / folder).rglob("*.py")]
-    for path in sorted([*folders, package / "console.py", package / "errors.py"]):
+    for path in sorted([*folders, *(package / f"{name}.py" for name in ("console", "errors", "processes"))]):
         if path.name != TUNING:
             file = str(path.relative_to(package))
             listed += [(file, *site) for site in Sites(ast.parse(path.read_text())).found]

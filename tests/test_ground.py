@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from headmix_vision.console import OneLineParser, open_device, process_numbers
+from headmix_vision.console import OneLineParser, open_device
 from headmix_vision.errors import InputError, keywords
 from headmix_vision.files.reading import check_fields
 from headmix_vision.files.tensors import header_of, open_tensors, write_tensors
 from headmix_vision.files.writing import check_place
+from headmix_vision.processes import process_numbers
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ FLOORS = [
     "training",
     "cli",
 ]
-GROUND = ["errors", "recipes", "registry"]
+GROUND = ["errors", "processes", "recipes", "registry"]
 PACKAGE = Path(__file__).parents[1] / "headmix_vision"
 
 

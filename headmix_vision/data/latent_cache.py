@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from headmix_vision.console import Processes, default_device, open_device, process_numbers, progress, say
+from headmix_vision.console import default_device, open_device, progress, say
 from headmix_vision.data.batches import obey_parent
 from headmix_vision.data.cache_prompts import Prompts, read_prompts
 from headmix_vision.data.cache_request import CacheRequest
@@ -50,10 +50,10 @@ from headmix_vision.files.tensors import write_tensors
 from headmix_vision.files.writing import atomic_path, check_place, hold_lock, is_temporary
 from headmix_vision.models.autoencoders import Autoencoder, load_autoencoder
 from headmix_vision.models.pipeline_folder import TextEncoder
+from headmix_vision.processes import ALONE, Processes, process_numbers
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _SHARD_NUMBER = re.compile(r"\.shard-(\d+)\.")
-_ALONE = Processes()
 
 
 def write_cache(
@@ -62,7 +62,7 @@ def write_cache(
     request: CacheRequest,
     origin: str,
     clip: dict[str, Any] | None = None,
-    processes: Processes = _ALONE,
+    processes: Processes = ALONE,
     prompts: Prompts | None = None,
     size: tuple[int, int] | None = None,
 ) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headmix_vision.console import Processes
 from headmix_vision.data.clip_frames import DEFAULT_CLIP, ClipConfig
 from headmix_vision.data.datasets.moving_digits import DIRECTIONS, FRAME_RATE, SPEEDS, STRAIGHT_S
 from headmix_vision.data.labels import LabelRule
@@ -43,6 +42,7 @@ from headmix_vision.evaluation.scores import (
     kernel_distance,
     kid_subset_size,
 )
+from headmix_vision.processes import Processes
 
 SEES_MOTION = 5.0  # times the distance of two halves: what freezing the clips must do to it
 _HALVES, _SHUFFLE = 2, 3  # what random numbers are for

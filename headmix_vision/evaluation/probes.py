@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from headmix_vision.console import Processes
 from headmix_vision.data.labels import LabelRule
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import BackboneExtractor, open_backbone
@@ -19,6 +18,7 @@ from headmix_vision.evaluation.sample_sets import SampleSet, check_side_options,
 from headmix_vision.evaluation.sample_sources import DatasetSamples
 from headmix_vision.evaluation.score_request import ProbeRequest
 from headmix_vision.evaluation.scores import Progress, Scorer
+from headmix_vision.processes import Processes
 
 HELD_OUT = 5  # one of so many training images chooses
 NEIGHBOURS = (5, 10, 20, 50)

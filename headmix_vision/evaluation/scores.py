@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import headmix_vision
-from headmix_vision.console import ALONE, Processes, default_device, open_device, process_numbers, progress
+from headmix_vision.console import default_device, open_device, progress
 from headmix_vision.data.labels import LabelRule
 from headmix_vision.errors import InputError, check_counts
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
@@ -53,6 +53,7 @@ from headmix_vision.evaluation.score_request import (
 )
 from headmix_vision.files.pictures import check_background
 from headmix_vision.files.writing import atomic_path, check_place
+from headmix_vision.processes import ALONE, Processes, process_numbers
 
 Progress = Callable[[Iterable[Tensor], int], Iterable[Tensor]]
 """Wrapper of the batches of so many images, which shows how far they are."""

@@ -17,12 +17,13 @@ import numpy as np
 import torch
 
 import headmix_vision
-from headmix_vision.console import Processes, default_device, open_device, process_numbers, progress, say
+from headmix_vision.console import default_device, open_device, progress, say
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.errors import InputError, check_counts
 from headmix_vision.files.reading import check_memory
+from headmix_vision.processes import Processes, process_numbers
 from headmix_vision.runs.checkpoints import trainer_of
 from headmix_vision.runs.pipelines import load_pipeline
 from headmix_vision.sampling.folder import GRID, IMAGES, MAX_SAMPLES, NPZ, SampleFolder, draw_grid, draw_strips

@@ -22,9 +22,10 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from headmix_vision.console import command_words, end_without_others, is_terminal, leave_group, say
+from headmix_vision.console import command_words, is_terminal, say
 from headmix_vision.errors import InputError
 from headmix_vision.files.reading import read_text
+from headmix_vision.processes import end_without_others, leave_group
 from headmix_vision.recipes import with_config_paths
 from headmix_vision.runs.checkpoints import (
     DESCRIPTION_KEY,

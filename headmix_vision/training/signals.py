@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from headmix_vision.console import launched_rank, stopped_processes
+from headmix_vision.processes import launched_rank, stopped_processes
 
 _PATIENCE_S = 5.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

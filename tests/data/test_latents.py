@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headmix_vision.cli import cache_latents
-from headmix_vision.console import Processes
 from headmix_vision.data.cache_request import CacheRequest
 from headmix_vision.data.datasets.base import SplitRequest
 from headmix_vision.data.datasets.derived import Derived
@@ -37,6 +36,7 @@ from headmix_vision.files import reading
 from headmix_vision.files.tensors import header_of
 from headmix_vision.files.writing import hold_lock
 from headmix_vision.models.autoencoders import Autoencoder, LatentScale, load_autoencoder
+from headmix_vision.processes import Processes
 
 from .helpers import write_image
 

@@ -13,7 +13,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from headmix_vision.console import stopped_processes
+from headmix_vision.processes import stopped_processes
 from headmix_vision.training.base_cli import RunCLI
 
 from . import gen_helpers

@@ -12,13 +12,13 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from headmix_vision.console import Processes
 from headmix_vision.errors import InputError
 from headmix_vision.evaluation.extractors import open_extractor
 from headmix_vision.evaluation.frechet import frechet_distance, write_statistics
 from headmix_vision.evaluation.sample_sets import SampleSet, open_samples
 from headmix_vision.evaluation.sample_sources import TensorSamples
 from headmix_vision.evaluation.scores import Scorer, fid
+from headmix_vision.processes import Processes
 from headmix_vision.sampling.folder import draw_grid
 from headmix_vision.training.callbacks import curves
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, draw_curves

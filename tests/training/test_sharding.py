@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from headmix_vision.cli.export import main as export
-from headmix_vision.console import leave_group
 from headmix_vision.errors import InputError
+from headmix_vision.processes import leave_group
 from headmix_vision.runs.checkpoints import SHARDED, model_state, named_tensors, read_checkpoint
 from headmix_vision.runs.networks import create_generator
 from headmix_vision.runs.shards import check_shards, read_shards

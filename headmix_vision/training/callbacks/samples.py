@@ -11,7 +11,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from headmix_vision.console import Processes
 from headmix_vision.data.batches import deal_batches
 from headmix_vision.diffusion.denoising import Guidance, NonFiniteSamplesError, create_scheduler, set_steps
 from headmix_vision.diffusion.objectives import NUM_TIMESTEPS
@@ -25,6 +24,7 @@ from headmix_vision.evaluation.scores import Scorer, open_side
 from headmix_vision.files.pictures import write_png
 from headmix_vision.files.video import write_video
 from headmix_vision.models.autoencoders import check_source, downsampling, load_autoencoder
+from headmix_vision.processes import Processes
 from headmix_vision.sampling.folder import draw_grid, draw_strips
 from headmix_vision.sampling.planning import SamplingPlan, named, sample_batch
 from headmix_vision.training.callbacks.ema import EmaWithWarmup
