@@ -25,10 +25,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from headmix_lab.tables import markdown_table
-from headmix_vision.ops import TokenBlocks, grid_conv, head_in_head, mhla, mix_heads, runtime
+from headmix_vision.ops import TokenBlocks, grid_conv, hardware, head_in_head, mhla, mix_heads
 from headmix_vision.ops.runtime import forget_plans
 
-HOPPER = runtime.Gpu("no GPU", (9, 0), 227 << 10, 132)
+HOPPER = hardware.Gpu("no GPU", (9, 0), 227 << 10, 132)
 
 
 def is_tensor_or_address(argument: object) -> bool:
@@ -65,7 +65,7 @@ def leave_out_the_gpu() -> None:
         )
     )
     JITFunction._do_compile = compile
-    runtime.find_gpu = lambda device: HOPPER
+    hardware.find_gpu = lambda device: HOPPER
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

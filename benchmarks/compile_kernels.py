@@ -45,26 +45,26 @@ from triton.runtime.jit import JITFunction
 from headmix_lab.machine_code import amd_resource_usage, disassemble, resource_usage, unwritten_registers
 from headmix_lab.measuring import write_csv
 from headmix_vision.errors import InputError
-from headmix_vision.ops import TokenBlocks, TokenScan, dispatch, grid_conv, head_in_head, mhla, mix_heads, runtime
+from headmix_vision.ops import TokenBlocks, TokenScan, dispatch, grid_conv, hardware, head_in_head, mhla, mix_heads
 from headmix_vision.ops.mhla.triton_tuning import head_parts
-from headmix_vision.ops.runtime import forget_plans, right_assembler
+from headmix_vision.ops.runtime import forget_plans
 
 # NVIDIA GPUs by compute capability, AMD GPUs by architecture, with the bytes of shared memory that a program may have.
 # Sources: "Compute Capabilities" in the CUDA programming guide, getAddressableLocalMemorySize in LLVM. A program on
 # gfx950 may have 160 KB, but the ops hold themselves to what all AMD GPUs have.
 GPUS = {
-    "8.0": runtime.Gpu("A100", (8, 0), 163 << 10),
-    "8.6": runtime.Gpu("RTX 3090", (8, 6), 99 << 10),
-    "8.9": runtime.Gpu("RTX 4090", (8, 9), 99 << 10),
-    "9.0": runtime.Gpu("H100", (9, 0), 227 << 10),
-    "10.0": runtime.Gpu("B200", (10, 0), 227 << 10),
-    "10.3": runtime.Gpu("B300", (10, 3), 227 << 10),
-    "11.0": runtime.Gpu("Thor", (11, 0), 227 << 10),
-    "12.0": runtime.Gpu("RTX 5090", (12, 0), 99 << 10),
-    "12.1": runtime.Gpu("DGX Spark", (12, 1), 99 << 10),
-    "gfx942": runtime.Gpu("MI300X", (9, 4), runtime.AMD_SHARED_MEMORY, amd="gfx942"),
-    "gfx950": runtime.Gpu("MI350X", (9, 5), runtime.AMD_SHARED_MEMORY, amd="gfx950"),
-    "gfx1100": runtime.Gpu("RX 7900 XTX", (11, 0), runtime.AMD_SHARED_MEMORY, amd="gfx1100"),
+    "8.0": hardware.Gpu("A100", (8, 0), 163 << 10),
+    "8.6": hardware.Gpu("RTX 3090", (8, 6), 99 << 10),
+    "8.9": hardware.Gpu("RTX 4090", (8, 9), 99 << 10),
+    "9.0": hardware.Gpu("H100", (9, 0), 227 << 10),
+    "10.0": hardware.Gpu("B200", (10, 0), 227 << 10),
+    "10.3": hardware.Gpu("B300", (10, 3), 227 << 10),
+    "11.0": hardware.Gpu("Thor", (11, 0), 227 << 10),
+    "12.0": hardware.Gpu("RTX 5090", (12, 0), 99 << 10),
+    "12.1": hardware.Gpu("DGX Spark", (12, 1), 99 << 10),
+    "gfx942": hardware.Gpu("MI300X", (9, 4), hardware.AMD_SHARED_MEMORY, amd="gfx942"),
+    "gfx950": hardware.Gpu("MI350X", (9, 5), hardware.AMD_SHARED_MEMORY, amd="gfx950"),
+    "gfx1100": hardware.Gpu("RX 7900 XTX", (11, 0), hardware.AMD_SHARED_MEMORY, amd="gfx1100"),
 }
 QUICK_GPUS = ("9.0", "10.0", "gfx942")
 TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -270,7 +270,7 @@ def all_cases(part: str, gpu_name: str) -> Iterator[Case]:
 
 
 @contextmanager
-def recorded(gpu: runtime.Gpu) -> Iterator[dict[Launch, JITFunction]]:
+def recorded(gpu: hardware.Gpu) -> Iterator[dict[Launch, JITFunction]]:
     """Let the ops take CPU tensors for GPU tensors, and record what they launch there."""
     launches: dict[Launch, JITFunction] = {}
 
@@ -281,7 +281,7 @@ def recorded(gpu: runtime.Gpu) -> Iterator[dict[Launch, JITFunction]]:
     forget_plans()  # those for another GPU
     with (
         mock.patch.object(JITFunction, "run", record),
-        mock.patch.object(runtime, "find_gpu", lambda device: gpu._replace(processors=64)),
+        mock.patch.object(hardware, "find_gpu", lambda device: gpu._replace(processors=64)),
         mock.patch.object(torch.version, "hip", gpu.amd or None),
     ):
         yield launches
@@ -314,7 +314,7 @@ def describe(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any])
     return Launch(kernel.__name__, tuple(signature), tuple(constants), tuple(aligned), tuple(sorted(options.items())))
 
 
-def target_of(gpu: runtime.Gpu) -> GPUTarget:
+def target_of(gpu: hardware.Gpu) -> GPUTarget:
     """Return Triton's name of a GPU; waves of AMD's CDNA (gfx9) have 64 threads, of RDNA 32."""
     if gpu.amd:
         return GPUTarget("hip", gpu.amd, 64 if gpu.amd.startswith("gfx9") else 32)
@@ -339,7 +339,7 @@ def compile_launch(launch: Launch, kernel: JITFunction, target: GPUTarget) -> Ne
     if unknown := options.keys() - vars(make_backend(target).parse_options(options)):
         return Need(error=f"unknown options, which a launch refuses: {', '.join(sorted(unknown))}")
     try:
-        with right_assembler() if target.arch == 90 else nullcontext():
+        with hardware.right_assembler() if target.arch == 90 else nullcontext():
             compiled = triton.compile(source, target=target, options=options)
     except Exception as error:  # whatever a compiler raises is the finding
         return Need(error=first_cause(error))
@@ -376,7 +376,7 @@ def compile_apart(launch: Launch, kernel: JITFunction, target: GPUTarget) -> Nee
 
 
 def launches_of(
-    gpu: runtime.Gpu, cases: Iterable[Case], match: str
+    gpu: hardware.Gpu, cases: Iterable[Case], match: str
 ) -> tuple[dict[Launch, tuple[JITFunction, Case]], list[str]]:
     """Collect what the cases launch on a GPU, each launch once, and what the ops refuse there."""
     found: dict[Launch, tuple[JITFunction, Case]] = {}
@@ -397,7 +397,7 @@ def launches_of(
 def missing_hopper_kernels(launched: set[str]) -> list[str]:
     """Name the kernels that are written for Hopper alone and were not launched, with the reason if it is known."""
     missing = []
-    for path in sorted(Path(runtime.__file__).parent.glob("*/gluon_*.py")):
+    for path in sorted(Path(hardware.__file__).parent.glob("*/gluon_*.py")):
         module = f"headmix_vision.ops.{path.parent.name}.{path.stem}"
         try:
             names = [name for name in vars(importlib.import_module(module)) if name.endswith("_kernel")]
@@ -435,7 +435,7 @@ def check(gpu_name: str, part: str, match: str, share: int, shares: int) -> Repo
 
 def default_gpus() -> list[str]:
     """Name the GPUs for which this Triton compiles all kernels, and rightly."""
-    new = runtime.triton_release() >= runtime.RIGHT_ON_TENSOR_MEMORY
+    new = hardware.triton_release() >= hardware.RIGHT_ON_TENSOR_MEMORY
     return [name for name, gpu in GPUS.items() if new or not (gpu.amd or gpu.has_tensor_memory)]
 
 

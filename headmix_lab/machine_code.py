@@ -60,7 +60,7 @@ def _written_and_read(operation: str, operands: str) -> tuple[set[int], set[int]
 def unwritten_registers(listing: str) -> list[str]:
     """List a Hopper kernel's reads of uniform registers that, on some path, no instruction before has written.
 
-    ptxas 12.8 makes such code; see ``headmix_vision/ops/runtime.py``. Later releases do not.
+    ptxas 12.8 makes such code; see ``headmix_vision/ops/hardware.py``. Later releases do not.
     """
     code: list[Any] = []  # address, predicate, operation, operands
     labels: dict[str, int] = {}

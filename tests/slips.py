@@ -500,8 +500,8 @@ SLIPS = [
         " else None",
         MIX_NAMES,
     ),
-    Slip("float32 under autocast", "ops/runtime.py", "enabled=False", "enabled=True", LAYER),
-    Slip("float32 under autocast", "ops/runtime.py", "torch.promote_types(dtype, torch.float32)", "dtype", LAYER),
+    Slip("float32 under autocast", "ops/numerics.py", "enabled=False", "enabled=True", LAYER),
+    Slip("float32 under autocast", "ops/numerics.py", "torch.promote_types(dtype, torch.float32)", "dtype", LAYER),
     # scores and files
     Slip(
         "size of KID's subsets",

@@ -21,7 +21,7 @@ from headmix_vision.layers.positions import rotary_tables
 from headmix_vision.models import HeadMixDiT, HeadMixVideoDiT
 from headmix_vision.models.convert import sana_to_mhla, wan_to_mhla
 from headmix_vision.ops import TokenBlocks, TokenGrid, TokenRanks, mhla
-from headmix_vision.ops.runtime import INTERPRETED
+from headmix_vision.ops.hardware import INTERPRETED
 from headmix_vision.ops.token_ranks import SEQUENCE, even_axis
 
 LIMIT_S = 400

@@ -22,7 +22,7 @@ from headmix_vision.console import available_memory
 from headmix_vision.errors import InputError, check_counts, is_whole
 from headmix_vision.layers import CORES, HEAD_MIXES, HeadMixAttention
 from headmix_vision.ops import TokenGrid
-from headmix_vision.ops.runtime import autocast_off
+from headmix_vision.ops.numerics import autocast_off
 
 _BYTES = torch.float64.itemsize
 # What is held at once, in multiples of the matrices: they are collected from their rows and joined, and entropy and

@@ -15,7 +15,7 @@ import torch
 
 import headmix_vision
 from headmix_vision.ops.dispatch import why_no_kernel_takes
-from headmix_vision.ops.runtime import default_assembler, find_assembler
+from headmix_vision.ops.hardware import default_assembler, find_assembler
 
 LOCAL = "local"  # marks fields that a report leaves out
 _PROGRAM_LIMIT_S = 5

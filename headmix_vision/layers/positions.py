@@ -12,7 +12,8 @@ from torch import Tensor
 from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenGrid
 from headmix_vision.ops.dispatch import is_plain
-from headmix_vision.ops.runtime import accumulation_dtype, cached_tables
+from headmix_vision.ops.numerics import accumulation_dtype
+from headmix_vision.ops.runtime import cached_tables
 
 # Cosines and sines of the tokens on the grid, [N, D / 2], or [N, H, D / 2] or [B, N, H, D / 2] with 1 for equal ones.
 Rotation = tuple[Tensor, Tensor]

@@ -20,18 +20,15 @@ from torch._library.triton import triton_ops_to_kernels
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops.runtime import (
+from headmix_vision.ops.hardware import (
     INTERPRETED,
     NO_KERNELS,
-    KernelFailed,
-    _recording,
     constant_in_graphs,
-    forgotten_with_plans,
     give_compilers_the_assembler,
     gpu_behind,
-    recorded,
     why_not_here,
 )
+from headmix_vision.ops.runtime import KernelFailed, _recording, forgotten_with_plans, recorded
 
 
 def is_plain(x: Tensor) -> bool:

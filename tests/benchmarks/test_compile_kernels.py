@@ -15,9 +15,9 @@ from headmix_vision.doctor.machine import KNOWN_GPUS
 REPOSITORY = Path(__file__).parents[2]
 WRONG_CODE = """
 from benchmarks import compile_kernels
-from headmix_vision.ops import runtime
-default = runtime.default_assembler((9, 0))
-runtime.find_assembler = lambda: default
+from headmix_vision.ops import hardware
+default = hardware.default_assembler((9, 0))
+hardware.find_assembler = lambda: default
 case = compile_kernels.mhla_case("", "float32", 88, (16, 32), (4, 4), "pairwise")
 launches, _ = compile_kernels.launches_of(compile_kernels.GPUS["9.0"], [case], "pairwise_forward_kernel")
 ((launch, (kernel, _)),) = launches.items()

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import report as benchmarks
 from experiments import tables
-from headmix_vision.ops.runtime import OLDEST_TRITON
+from headmix_vision.ops.hardware import OLDEST_TRITON
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDERS = (".", "docs", "notes", "benchmarks", "experiments", "experiments/*", "headmix_vision/ops/*")

@@ -8,7 +8,7 @@ import torch._inductor.config
 
 from headmix_vision.layers import CORES, ConvPositionEncoding, HeadMixAttention
 from headmix_vision.ops import TokenBlocks, TokenGrid, TokenWindow, mhla
-from headmix_vision.ops.runtime import NO_KERNELS
+from headmix_vision.ops.hardware import NO_KERNELS
 from headmix_vision.ops.token_grid import with_shape
 
 CORE_NAMES = tuple(CORES)

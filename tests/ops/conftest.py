@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from headmix_vision.ops.runtime import INTERPRETED, forget_plans
+from headmix_vision.ops.hardware import INTERPRETED
+from headmix_vision.ops.runtime import forget_plans
 
 
 @pytest.fixture(autouse=True, scope="session")

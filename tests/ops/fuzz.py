@@ -31,7 +31,7 @@ from headmix_vision.console import OneLineParser, one_line_errors
 from headmix_vision.doctor.cases import CASES_OF_A_KERNEL, DTYPES, FAMILIES, Case, check, draw, numbered, read
 from headmix_vision.doctor.drawing import HEAD_DIMS, head_dim_range
 from headmix_vision.errors import InputError
-from headmix_vision.ops.runtime import INTERPRETED
+from headmix_vision.ops.hardware import INTERPRETED
 
 TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 CASES_OF_A_SEED = 10**6

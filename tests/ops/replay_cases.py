@@ -25,10 +25,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from headmix_vision.layers.block_mixing import clip_keep_inward_gradient
-from headmix_vision.ops import TokenBlocks, TokenRanks, grid_conv, head_in_head, mhla, runtime
+from headmix_vision.ops import TokenBlocks, TokenRanks, grid_conv, hardware, head_in_head, mhla
 from headmix_vision.ops import replay as replay_module
 from headmix_vision.ops.dispatch import COMPILED, _warned, as_function
-from headmix_vision.ops.runtime import Launch, forget_plans, right_assembler
+from headmix_vision.ops.hardware import right_assembler
+from headmix_vision.ops.runtime import Launch, forget_plans
 
 assert replay_module.extension() is not None  # before the tests: calls do not wait for it
 CUDA = ctypes.CDLL("libcuda.so.1")
@@ -96,7 +97,7 @@ class Op:
 
 @pytest.fixture
 def op(monkeypatch):
-    monkeypatch.setattr(runtime, "find_gpu", lambda device: runtime.Gpu("no GPU", (8, 9), 99 << 10))
+    monkeypatch.setattr(hardware, "find_gpu", lambda device: hardware.Gpu("no GPU", (8, 9), 99 << 10))
     return Op()
 
 
@@ -448,7 +449,7 @@ def gpu(request, monkeypatch):
     driver.set_active(active)
     monkeypatch.setattr(JITFunction, "_do_compile", compile)
     memory = 227 << 10 if request.param == (9, 0) else 99 << 10
-    monkeypatch.setattr(runtime, "find_gpu", lambda device: runtime.Gpu("no GPU", request.param, memory, 132))
+    monkeypatch.setattr(hardware, "find_gpu", lambda device: hardware.Gpu("no GPU", request.param, memory, 132))
     forget_plans()
     yield
     forget_plans()

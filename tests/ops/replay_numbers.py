@@ -13,7 +13,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import GridExecutor
 
-from headmix_vision.ops import TokenBlocks, grid_conv, head_in_head, mhla, mix_heads, runtime
+from headmix_vision.ops import TokenBlocks, grid_conv, hardware, head_in_head, mhla, mix_heads
 from headmix_vision.ops.dispatch import as_function, without_dispatcher
 from headmix_vision.ops.grid_conv import triton_op as conv_op
 from headmix_vision.ops.head_in_head import triton_op as hih_op
@@ -96,7 +96,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(Launch, "_compile_and_run", run)
     monkeypatch.setattr(GridExecutor, "_init_args_hst", lambda self, args, kwargs: (args, kwargs))
     monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
-    monkeypatch.setattr(runtime, "find_gpu", lambda device: runtime.Gpu("no GPU", (8, 9), 99 << 10, 132))
+    monkeypatch.setattr(hardware, "find_gpu", lambda device: hardware.Gpu("no GPU", (8, 9), 99 << 10, 132))
     forget_plans()
     yield
     forget_plans()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headmix_vision.ops import TokenBlocks, TokenGrid, TokenScan, dispatch, runtime
+from headmix_vision.ops import TokenBlocks, TokenGrid, TokenScan, dispatch, hardware, runtime
 from headmix_vision.ops.grid_conv import api as grid_conv
 from headmix_vision.ops.grid_conv import triton_op as grid_conv_op
 from headmix_vision.ops.head_in_head import api as head_in_head
@@ -20,7 +20,7 @@ from headmix_vision.ops.mix_heads import api as mix_heads
 from headmix_vision.ops.mix_heads import triton_op as mix_heads_op
 from headmix_vision.ops.runtime import KernelFailed, Launch
 
-pytestmark = pytest.mark.skipif(runtime.NO_KERNELS is not None, reason="needs the kernels")
+pytestmark = pytest.mark.skipif(hardware.NO_KERNELS is not None, reason="needs the kernels")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCKS = TokenBlocks.from_grid((4, 5), (2, 2), 1)
 CASES = ("mhla", "mhla source_block", "mhla causal", "head_in_head", "head_in_head state", "grid_conv", "mix_heads")
@@ -55,7 +55,6 @@ def broken(monkeypatch):
 
         monkeypatch.setattr(Launch, "_compile_and_run", run)
 
-    runtime.find_gpu(torch.device(DEVICE))  # which remembers the interpreter
     dispatch.FAILED.clear()
     dispatch._warned.clear()
     yield break_

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from headmix_vision.ops import TokenScan, runtime
+from headmix_vision.ops import TokenScan, hardware, runtime
 from headmix_vision.ops.head_in_head import triton_launch, triton_op
 
 from .helpers import (
@@ -355,7 +355,7 @@ def test_what_the_kernels_cannot_run_is_refused_by_name(options, message):
 
 
 def test_other_devices_are_refused(monkeypatch):
-    monkeypatch.setattr(runtime, "find_gpu", lambda device: None)
+    monkeypatch.setattr(hardware, "find_gpu", lambda device: None)
     for device in ("cpu", "meta"):
         with pytest.raises(ValueError, match=f"q is on {device}: the kernels need a CUDA device; impl='triton'"):
             head_in_head(*(x.to(device) for x in make()), impl="triton")
@@ -382,7 +382,7 @@ def test_tiles_do_not_depend_on_earlier_calls():
 @pytest.fixture
 def in_segments(monkeypatch):
     """Scan all sequences in segments of two chunks, in the backward pass a few segments at a time."""
-    gpu, blocks = runtime.find_gpu(torch.device(DEVICE)), []
+    gpu, blocks = hardware.find_gpu(torch.device(DEVICE)), []
     plan = triton_launch._plan
     monkeypatch.setattr(triton_launch, "_plan", lambda *x: blocks.append(len(plan(*x))) or plan(*x))
     monkeypatch.setattr(triton_launch, "pays_in_segments", lambda q, v, mask: True)
@@ -438,7 +438,7 @@ def test_segments_are_for_long_sequences_of_few_small_heads(monkeypatch):
         q, v = (torch.empty(1, tokens, heads, d, dtype=dtype, device="meta") for d in (dim, value_dim))
         return triton_launch.count_segments(q, v, torch.empty(heads, r, r, device="meta"))
 
-    gpu = runtime.Gpu("H200", (9, 0), 227 << 10, 132)
+    gpu = hardware.Gpu("H200", (9, 0), 227 << 10, 132)
     monkeypatch.setattr(triton_launch, "gpu_behind", lambda device: gpu)
     assert [count(heads=heads) for heads in (1, 32, 33, 34)] == [64, 65, 65, 0]
     assert [count(tokens) for tokens in (196, 4096, 16383, 2**16)] == [0, 0, 0, 260]

@@ -8,14 +8,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headmix_vision.errors import InputError
-from headmix_vision.ops import TokenBlocks, dispatch, mhla, runtime, token_blocks
+from headmix_vision.ops import TokenBlocks, dispatch, hardware, mhla, token_blocks
 from headmix_vision.ops.mhla import triton_launch
 from headmix_vision.ops.runtime import forget_plans
 
 from .helpers import make_inputs
 
 BLOCKS = TokenBlocks.from_grid((4, 4), (2, 2))
-RTX_4090 = runtime.Gpu("RTX 4090", (8, 9), 99 << 10)
+RTX_4090 = hardware.Gpu("RTX 4090", (8, 9), 99 << 10)
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def gpu(monkeypatch):
     """Put a GPU behind every device."""
 
     def put(gpu):
-        monkeypatch.setattr(runtime, "find_gpu", lambda device: gpu)
+        monkeypatch.setattr(hardware, "find_gpu", lambda device: gpu)
 
     return put
 
@@ -48,23 +48,23 @@ def _inputs(dtype=torch.float32, **options):
     ],
 )
 def test_gpus_that_the_kernels_refuse(gpu, monkeypatch, about, reason):
-    monkeypatch.setattr(runtime, "triton_release", lambda: (3, 8))
-    gpu(about and runtime.Gpu(*about))
+    monkeypatch.setattr(hardware, "triton_release", lambda: (3, 8))
+    gpu(about and hardware.Gpu(*about))
     with pytest.raises(InputError, match=reason):
         mhla(*_inputs(), BLOCKS, impl="triton")
 
 
 @pytest.mark.parametrize("about", [("B200", (10, 0), 227 << 10), ("MI300X", (9, 4), 64 << 10, 1, "gfx942")])
 def test_untested_gpus_on_demand(gpu, monkeypatch, about):
-    gpu(runtime.Gpu(*about))
-    monkeypatch.setattr(runtime, "triton_release", lambda: (3, 8))
-    monkeypatch.setenv(runtime.ALLOW_UNTESTED, "1")
-    assert runtime.why_not_here(torch.device("cpu")) is None
+    gpu(hardware.Gpu(*about))
+    monkeypatch.setattr(hardware, "triton_release", lambda: (3, 8))
+    monkeypatch.setenv(hardware.ALLOW_UNTESTED, "1")
+    assert hardware.why_not_here(torch.device("cpu")) is None
 
 
 def test_products_go_through_tensor_memory_on_the_gpus_that_have_it():
-    has = [major for major in range(8, 13) if runtime.Gpu("X", (major, 3), 227 << 10).has_tensor_memory]
-    assert has == [10, 11] and not runtime.Gpu("X", (10, 3), 64 << 10, amd="gfx950").has_tensor_memory
+    has = [major for major in range(8, 13) if hardware.Gpu("X", (major, 3), 227 << 10).has_tensor_memory]
+    assert has == [10, 11] and not hardware.Gpu("X", (10, 3), 64 << 10, amd="gfx950").has_tensor_memory
 
 
 @pytest.mark.parametrize(
@@ -72,59 +72,59 @@ def test_products_go_through_tensor_memory_on_the_gpus_that_have_it():
     [((10, 0), (3, 9), None), ((10, 3), (3, 10), None), ((10, 0), (3, 6), "DISABLE_MMA_V5"), ((11, 0), (3, 6), None)],
 )
 def test_tensor_memory_is_right_with_a_new_triton_or_unused(gpu, monkeypatch, capability, release, variable):
-    gpu(runtime.Gpu("B200", capability, 227 << 10))
-    monkeypatch.setattr(runtime, "triton_release", lambda: release)
+    gpu(hardware.Gpu("B200", capability, 227 << 10))
+    monkeypatch.setattr(hardware, "triton_release", lambda: release)
     if variable:
         monkeypatch.setenv(variable, "1")
-    assert runtime.why_not_here(torch.device("cpu")) is None
+    assert hardware.why_not_here(torch.device("cpu")) is None
 
 
-@pytest.mark.skipif(runtime.NO_KERNELS is not None, reason="needs triton")
+@pytest.mark.skipif(hardware.NO_KERNELS is not None, reason="needs triton")
 def test_hopper_gets_an_assembler_that_is_right(gpu, monkeypatch):
     from triton.backends.nvidia.compiler import get_ptxas_version
 
     default = get_ptxas_version(90)
-    found = runtime.find_assembler()
-    assert found and found.version >= runtime.FIRST_RIGHT
-    assert found.is_default == (runtime.default_assembler((9, 0)).version >= runtime.FIRST_RIGHT)
-    with runtime.right_assembler():
-        assert runtime.default_assembler((9, 0)).path == found.path
+    found = hardware.find_assembler()
+    assert found and found.version >= hardware.FIRST_RIGHT
+    assert found.is_default == (hardware.default_assembler((9, 0)).version >= hardware.FIRST_RIGHT)
+    with hardware.right_assembler():
+        assert hardware.default_assembler((9, 0)).path == found.path
         assert "release {}.{}".format(*found.version) in get_ptxas_version(90)  # part of the key of cached code
     assert get_ptxas_version(90) == default
 
-    gpu(runtime.Gpu("H100", (9, 0), 227 << 10))
-    monkeypatch.setattr(runtime, "INTERPRETED", False)
-    assert runtime.why_not_here(torch.device("cpu")) is None
-    monkeypatch.setattr(runtime, "FIRST_RIGHT", (99, 0))
-    runtime.find_assembler.cache_clear()
+    gpu(hardware.Gpu("H100", (9, 0), 227 << 10))
+    monkeypatch.setattr(hardware, "INTERPRETED", False)
+    assert hardware.why_not_here(torch.device("cpu")) is None
+    monkeypatch.setattr(hardware, "FIRST_RIGHT", (99, 0))
+    hardware.find_assembler.cache_clear()
     with pytest.raises(InputError, match=r"H100, where triton .* has no ptxas that makes right .* TRITON_PTXAS_PATH"):
         mhla(*_inputs(), BLOCKS, impl="triton")
-    runtime.find_assembler.cache_clear()
+    hardware.find_assembler.cache_clear()
 
 
 def test_processes_that_compile_for_graphs_start_again_with_the_right_assembler(monkeypatch):
-    found, stopped = runtime.find_assembler(), []
+    found, stopped = hardware.find_assembler(), []
     monkeypatch.setattr("torch._inductor.async_compile.shutdown_compile_workers", lambda: stopped.append(True))
-    monkeypatch.setenv(runtime._ASSEMBLER, "")
-    runtime.give_compilers_the_assembler()
+    monkeypatch.setenv(hardware._ASSEMBLER, "")
+    hardware.give_compilers_the_assembler()
     assert stopped == [True] * (not found.is_default)
-    assert runtime.default_assembler((9, 0)).path == found.path
-    runtime.give_compilers_the_assembler()  # it is the default now
+    assert hardware.default_assembler((9, 0)).path == found.path
+    hardware.give_compilers_the_assembler()  # it is the default now
     assert len(stopped) <= 1
-    runtime.find_assembler.cache_clear()
+    hardware.find_assembler.cache_clear()
 
 
 def test_a_driver_does_not_load_code_of_a_later_assembler(monkeypatch):
-    monkeypatch.setattr(runtime, "_driver_major", lambda: 11)
-    runtime.find_assembler.cache_clear()
-    assert runtime.find_assembler() is None
-    runtime.find_assembler.cache_clear()
+    monkeypatch.setattr(hardware, "_driver_major", lambda: 11)
+    hardware.find_assembler.cache_clear()
+    assert hardware.find_assembler() is None
+    hardware.find_assembler.cache_clear()
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (12, 0)])
 def test_gpus_that_the_kernels_take(gpu, capability):
     gpu(RTX_4090._replace(capability=capability))
-    assert runtime.why_not_here(torch.device("cpu")) is None
+    assert hardware.why_not_here(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("installed", ["3.4.1", "2.3.0"])
@@ -132,7 +132,7 @@ def test_an_old_triton_is_named(monkeypatch, installed):
     import triton
 
     monkeypatch.setattr(triton, "__version__", installed)
-    assert f"they need triton 3.5 (torch 2.9), installed is {installed}" in runtime.why_no_kernels()
+    assert f"they need triton 3.5 (torch 2.9), installed is {installed}" in hardware.why_no_kernels()
 
 
 def test_the_slow_form_takes_the_place_of_kernels_with_one_warning():
@@ -193,7 +193,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.skipif(runtime.NO_KERNELS is not None, reason="needs the kernels")
+@pytest.mark.skipif(hardware.NO_KERNELS is not None, reason="needs the kernels")
 def test_who_looks_on_sees_ops_and_others_go_past_the_dispatcher():
     blocks = TokenBlocks.from_grid((2, 4), (1, 2))
     x, mixing = torch.rand(3, 1, 8, 1, 16, requires_grad=True), torch.rand(2, 2)

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from headmix_vision.ops import TokenBlocks, dispatch, mhla, runtime
+from headmix_vision.ops import TokenBlocks, dispatch, hardware, mhla
 from headmix_vision.ops.mhla import triton_tuning
 from headmix_vision.ops.mhla.hopper import launch as gluon_launch
 from headmix_vision.ops.mhla.torch_impl import NORMALIZERS, Settings
@@ -18,7 +18,7 @@ from headmix_vision.ops.runtime import KernelFailed, layout
 from .gluon_emulator import Emulated
 from .helpers import assert_within_budget, make_inputs, relative_error, run
 
-pytestmark = pytest.mark.skipif(not runtime.INTERPRETED, reason="a GPU runs them, in test_mhla_gpu.py")
+pytestmark = pytest.mark.skipif(not hardware.INTERPRETED, reason="a GPU runs them, in test_mhla_gpu.py")
 
 
 KERNELS = ["gluon_forward_kernel", "gluon_backward_kernel"]

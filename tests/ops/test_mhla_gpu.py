@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headmix_vision.ops import TokenBlocks, TokenRanks, mhla, runtime
+from headmix_vision.ops import TokenBlocks, TokenRanks, hardware, mhla
 from headmix_vision.ops.mhla.hopper import launch as gluon_launch
 
 from .helpers import assert_within_budget, make_inputs, run
@@ -288,8 +288,8 @@ def test_head_strides_beyond_two_to_the_31(impl, stride):
 
 @pytest.mark.parametrize("grid", [(14, 14), (16, 16)], ids=str)
 def test_heads_that_do_not_fit_a_small_gpu_are_read_tile_by_tile(monkeypatch, grid):
-    gpu = runtime.find_gpu(torch.device("cuda"))._replace(shared_memory=runtime.LEAST_SHARED_MEMORY)
-    monkeypatch.setattr(runtime, "find_gpu", lambda device: gpu)
+    gpu = hardware.find_gpu(torch.device("cuda"))._replace(shared_memory=hardware.LEAST_SHARED_MEMORY)
+    monkeypatch.setattr(hardware, "find_gpu", lambda device: gpu)
     check("triton_pairwise", TokenBlocks.from_grid(grid, (4, 4)))
 
 

@@ -10,10 +10,11 @@ import triton
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from headmix_vision.ops import TokenBlocks, TokenGrid, TokenRanks, mhla, runtime
+from headmix_vision.ops import TokenBlocks, TokenGrid, TokenRanks, hardware, mhla
+from headmix_vision.ops.hardware import why_no_kernels
 from headmix_vision.ops.mhla import regimes, triton_launch, triton_pairwise, triton_summary, triton_tuning
 from headmix_vision.ops.mhla.torch_impl import FEATURE_MAPS, NORMALIZERS, Settings, unpack
-from headmix_vision.ops.runtime import forget_plans, why_no_kernels
+from headmix_vision.ops.runtime import forget_plans
 
 from .helpers import make_inputs, relative_error, run
 
@@ -176,8 +177,8 @@ def test_forms_of_rows_for_bfloat16(monkeypatch, row, blocks, dims):
 @pytest.fixture
 def small_gpu(monkeypatch):
     """What is there has as little shared memory as the smallest GPUs."""
-    gpu = runtime.find_gpu(torch.device(DEVICE))._replace(shared_memory=runtime.LEAST_SHARED_MEMORY)
-    monkeypatch.setattr(runtime, "find_gpu", lambda device: gpu)
+    gpu = hardware.find_gpu(torch.device(DEVICE))._replace(shared_memory=hardware.LEAST_SHARED_MEMORY)
+    monkeypatch.setattr(hardware, "find_gpu", lambda device: gpu)
 
 
 @pytest.mark.parametrize("impl", REGIMES)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headmix_vision.ops import runtime
+from headmix_vision.ops import hardware
 
 HERE = Path(__file__).parent
 PROCESSES = {  # MALLOC_PERTURB_ overwrites memory that is freed
@@ -22,7 +22,7 @@ PROCESSES = {  # MALLOC_PERTURB_ overwrites memory that is freed
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(runtime.NO_KERNELS is not None or torch.cuda.is_available(), reason="needs Triton and no GPU")
+@pytest.mark.skipif(hardware.NO_KERNELS is not None or torch.cuda.is_available(), reason="needs Triton and no GPU")
 @pytest.mark.skipif(not (shutil.which("gcc") and shutil.which("c++")), reason="needs compilers of C and C++")
 @pytest.mark.parametrize("file", PROCESSES)
 def test_replayed_calls_beside_another_driver(file, tmp_path):

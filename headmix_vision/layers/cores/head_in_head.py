@@ -23,7 +23,7 @@ from headmix_vision.ops import SampleGrids, TokenGrid, TokenScan
 from headmix_vision.ops.dispatch import Bound, kept
 from headmix_vision.ops.head_in_head.api import IMPL_NAMES, plan_head_in_head
 from headmix_vision.ops.head_in_head.torch_impl import Inputs
-from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
+from headmix_vision.ops.numerics import accumulation_dtype, autocast_off
 
 torch.fx.wrap("clip_keep_inward_gradient")  # of the module that calls it
 

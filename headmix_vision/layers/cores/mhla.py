@@ -19,7 +19,7 @@ from headmix_vision.ops.dispatch import Bound, kept
 from headmix_vision.ops.mhla.api import bind_mhla, check_options
 from headmix_vision.ops.mhla.recurrent import mhla_rows
 from headmix_vision.ops.mhla.torch_impl import apply_feature_map
-from headmix_vision.ops.runtime import accumulation_dtype
+from headmix_vision.ops.numerics import accumulation_dtype
 
 
 @CORES.register("linear")

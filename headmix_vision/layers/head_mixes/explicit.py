@@ -15,7 +15,7 @@ from headmix_vision.errors import InputError, check_counts, check_flags
 from headmix_vision.layers.cores.base import LayerSpec
 from headmix_vision.layers.head_mixes.base import HEAD_MIXES, HeadMix
 from headmix_vision.ops import TokenGrid
-from headmix_vision.ops.runtime import autocast_off
+from headmix_vision.ops.numerics import autocast_off
 
 
 @HEAD_MIXES.register("mea")

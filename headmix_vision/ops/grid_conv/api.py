@@ -11,7 +11,7 @@ from headmix_vision.errors import InputError, check_choice, check_flags
 from headmix_vision.ops.dispatch import Bound, check_tensors, check_types, kept, select, why_no_kernel_takes
 from headmix_vision.ops.grid_conv.reference import grid_conv_reference
 from headmix_vision.ops.grid_conv.torch_impl import grid_conv_torch
-from headmix_vision.ops.runtime import NO_KERNELS
+from headmix_vision.ops.hardware import NO_KERNELS
 from headmix_vision.ops.token_grid import TokenGrid
 
 IMPL_NAMES = ("auto", "reference", "torch", "triton")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
+from headmix_vision.ops.numerics import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_grid import TokenGrid
 
 

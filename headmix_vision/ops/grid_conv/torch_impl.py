@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
 from headmix_vision.ops.dispatch import is_transforming
-from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
+from headmix_vision.ops.numerics import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_grid import TokenGrid
 
 CONVOLUTIONS: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)

@@ -22,9 +22,10 @@ from headmix_vision.ops.dispatch import (
     values_are_at_hand,
     why_not_triton,
 )
+from headmix_vision.ops.hardware import NO_KERNELS
 from headmix_vision.ops.head_in_head.reference import head_in_head_reference, head_in_head_rwkv7_reference
 from headmix_vision.ops.head_in_head.torch_impl import Inputs, RWKV7Inputs, head_in_head_rwkv7_torch, head_in_head_torch
-from headmix_vision.ops.runtime import NO_KERNELS, keep_for_graphs
+from headmix_vision.ops.runtime import keep_for_graphs
 from headmix_vision.ops.token_scan import ScanTables, TokenScan
 
 IMPL_NAMES = ("auto", "reference", "torch", "triton")

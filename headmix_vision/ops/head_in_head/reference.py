@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headmix_vision.ops.head_in_head.torch_impl import Inputs, RWKV7Inputs
-from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
+from headmix_vision.ops.numerics import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_scan import ScanTables
 
 

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from headmix_vision.ops.hardware import gpu_behind
 from headmix_vision.ops.head_in_head.torch_impl import Inputs
 from headmix_vision.ops.head_in_head.triton_kernels import (
     inputs_backward_kernel,
@@ -20,16 +21,8 @@ from headmix_vision.ops.head_in_head.triton_kernels import (
     scan_backward_kernel,
     scan_kernel,
 )
-from headmix_vision.ops.runtime import (
-    Launch,
-    Layout,
-    alignment,
-    gpu_behind,
-    layout,
-    numerics,
-    planned,
-    storage_dtype,
-)
+from headmix_vision.ops.numerics import numerics, storage_dtype
+from headmix_vision.ops.runtime import Launch, Layout, alignment, layout, planned
 
 Tiles = dict[str, int]
 # These are the best of sweeps on an H200 for bfloat16, up to 64 rows and keys. More stages hide the latency of memory

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from headmix_vision.errors import InputError, check_choice, check_flags, check_numbers
 from headmix_vision.ops.dispatch import Bound, check_features, check_tensors, check_types, kept, select, why_not_triton
+from headmix_vision.ops.hardware import NO_KERNELS, is_amd
 from headmix_vision.ops.mhla.reference import mhla_reference
 from headmix_vision.ops.mhla.torch_impl import FEATURE_MAPS, NORMALIZERS, REGIMES, Settings, mhla_torch
-from headmix_vision.ops.runtime import NO_KERNELS, is_amd
 from headmix_vision.ops.token_blocks import BlocksOfRank, TokenBlocks
 
 IMPL_NAMES = ("auto", "reference", "torch", "triton", *(f"triton_{regime}" for regime in REGIMES))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headmix_vision.ops.runtime import accumulation_dtype
+from headmix_vision.ops.numerics import accumulation_dtype
 from headmix_vision.ops.token_blocks import BlocksOfRank
 from headmix_vision.ops.token_ranks import wait
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from headmix_vision.errors import InputError
 from headmix_vision.ops.mhla.api import validate_mhla
 from headmix_vision.ops.mhla.torch_impl import Settings, apply_feature_map, causal_sums
-from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
+from headmix_vision.ops.numerics import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_blocks import BlockTables, TokenBlocks, to_blocks, to_tokens
 
 _CPU = torch.empty(0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headmix_vision.ops.mhla.torch_impl import Settings, apply_feature_map
-from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
+from headmix_vision.ops.numerics import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_blocks import TokenBlocks
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headmix_vision.ops.mhla.exchange import mix_over_ranks
-from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
+from headmix_vision.ops.numerics import accumulation_dtype, autocast_off
 from headmix_vision.ops.token_blocks import BlocksOfRank, BlockTables, TokenBlocks, to_blocks, to_tokens
 from headmix_vision.ops.token_grid import TokenGrid
 from headmix_vision.ops.token_ranks import TokenRanks

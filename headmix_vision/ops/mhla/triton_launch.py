@@ -16,7 +16,8 @@ from torch import Tensor
 from headmix_vision.ops.mhla import triton_tiles as shared
 from headmix_vision.ops.mhla import triton_tuning as tuning
 from headmix_vision.ops.mhla.torch_impl import Settings
-from headmix_vision.ops.runtime import Launch, Layout, cached_tables, is_recording, numerics, planned
+from headmix_vision.ops.numerics import numerics
+from headmix_vision.ops.runtime import Launch, Layout, cached_tables, is_recording, planned
 from headmix_vision.ops.token_blocks import TokenBlocks
 
 _CPU = torch.empty(0)

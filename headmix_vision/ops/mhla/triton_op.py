@@ -43,7 +43,8 @@ from headmix_vision.ops.mhla.torch_impl import (
 from headmix_vision.ops.mhla.triton_launch import Backward, Forward, Gradients, Saved, gradient
 from headmix_vision.ops.mhla.triton_ranks import mhla_triton_of_rank
 from headmix_vision.ops.mhla.triton_tables import tables_of_graph, traced_tables
-from headmix_vision.ops.runtime import KernelFailed, autocast_off, device_of, storage_dtype
+from headmix_vision.ops.numerics import autocast_off, storage_dtype
+from headmix_vision.ops.runtime import KernelFailed, device_of
 from headmix_vision.ops.token_blocks import BlocksOfRank, to_blocks
 
 

@@ -27,7 +27,8 @@ from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla.exchange import mix_over_ranks
 from headmix_vision.ops.mhla.torch_impl import Settings, apply_feature_map, unpack, unpack_cached
 from headmix_vision.ops.mhla.triton_tables import tables_of_graph, traced_tables
-from headmix_vision.ops.runtime import KernelFailed, device_of, storage_dtype
+from headmix_vision.ops.numerics import storage_dtype
+from headmix_vision.ops.runtime import KernelFailed, device_of
 from headmix_vision.ops.token_blocks import BlocksOfRank, to_blocks, to_tokens
 
 

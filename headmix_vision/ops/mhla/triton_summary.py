@@ -71,7 +71,8 @@ from headmix_vision.ops.mhla.triton_tiles import (
     zero_vector,
     zeros,
 )
-from headmix_vision.ops.runtime import Launch, Layout, alignment, layout, numerics, planned, storage_dtype
+from headmix_vision.ops.numerics import numerics, storage_dtype
+from headmix_vision.ops.runtime import Launch, Layout, alignment, layout, planned
 
 
 @triton.jit

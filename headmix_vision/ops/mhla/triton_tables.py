@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from headmix_vision.ops.dispatch import NotRecorded, way_in_graphs
+from headmix_vision.ops.hardware import constant_in_graphs
 from headmix_vision.ops.mhla import triton_pairwise as pairwise
 from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla.hopper import launch as hopper
 from headmix_vision.ops.mhla.torch_impl import Settings, unpack_cached
 from headmix_vision.ops.mhla.triton_launch import parts
-from headmix_vision.ops.runtime import Layout, cached_tables, constant_in_graphs, recorded
+from headmix_vision.ops.runtime import Layout, cached_tables, recorded
 
 _TABLES = ModuleType("tables")  # of graphs: torch.compile reads an attribute of a module when it comes to it
 

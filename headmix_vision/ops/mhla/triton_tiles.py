@@ -8,7 +8,7 @@ The kernels spread mixing matrices from blocks to runs of places (``triton_launc
 import triton
 import triton.language as tl
 
-from headmix_vision.ops.runtime import INTERPRETED
+from headmix_vision.ops.hardware import INTERPRETED
 
 ADDS_BF16 = tl.constexpr(not INTERPRETED)  # the interpreter adds the bits
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from headmix_vision.errors import InputError, check_choice
 from headmix_vision.ops.dispatch import Bound, check_tensors, check_types, kept, select, why_not_triton
+from headmix_vision.ops.hardware import NO_KERNELS
 from headmix_vision.ops.mix_heads.reference import mix_heads_reference
 from headmix_vision.ops.mix_heads.torch_impl import mix_heads_torch
-from headmix_vision.ops.runtime import NO_KERNELS
 
 IMPL_NAMES = ("auto", "reference", "torch", "triton")
 

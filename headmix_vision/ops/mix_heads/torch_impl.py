@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headmix_vision.ops.runtime import accumulation_dtype, autocast_off
+from headmix_vision.ops.numerics import accumulation_dtype, autocast_off
 
 
 def mix_heads_torch(*tensors: Tensor) -> tuple[Tensor, ...]:

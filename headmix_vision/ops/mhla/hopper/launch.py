@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from headmix_vision.ops.dispatch import warn_once
+from headmix_vision.ops.hardware import INTERPRETED
 from headmix_vision.ops.mhla import triton_tuning as tuning
 from headmix_vision.ops.mhla.torch_impl import Settings
 from headmix_vision.ops.mhla.triton_launch import (
@@ -25,16 +26,7 @@ from headmix_vision.ops.mhla.triton_launch import (
     normalizer_name,
     sum_leading,
 )
-from headmix_vision.ops.runtime import (
-    INTERPRETED,
-    KernelFailed,
-    Launch,
-    Layout,
-    alignment,
-    forget_plans,
-    is_recording,
-    planned,
-)
+from headmix_vision.ops.runtime import KernelFailed, Launch, Layout, alignment, forget_plans, is_recording, planned
 
 
 class Kernels(NamedTuple):
