@@ -397,8 +397,8 @@ def launches_of(
 def missing_hopper_kernels(launched: set[str]) -> list[str]:
     """Name the kernels that are written for Hopper alone and were not launched, with the reason if it is known."""
     missing = []
-    for path in sorted(Path(hardware.__file__).parent.glob("*/gluon_*.py")):
-        module = f"headmix_vision.ops.{path.parent.name}.{path.stem}"
+    for path in sorted(Path(hardware.__file__).parent.glob("*/hopper/*.py")):
+        module = f"headmix_vision.ops.{path.parts[-3]}.hopper.{path.stem}"
         try:
             names = [name for name in vars(importlib.import_module(module)) if name.endswith("_kernel")]
         except Exception as error:  # as an op sees it, which then takes other kernels

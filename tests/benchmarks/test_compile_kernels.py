@@ -23,6 +23,7 @@ launches, _ = compile_kernels.launches_of(compile_kernels.GPUS["9.0"], [case], "
 ((launch, (kernel, _)),) = launches.items()
 print(default.version)
 print(compile_kernels.compile_launch(launch, kernel, compile_kernels.target_of(compile_kernels.GPUS["9.0"])).error)
+print(*compile_kernels.missing_hopper_kernels({"gluon_backward_kernel"}), sep="; ")
 """
 
 
@@ -63,7 +64,9 @@ def test_the_check_finds_what_an_old_assembler_gets_wrong():
     """A float32 head of 88 dims is cut into tiles of two swizzles, which take turns in shared memory."""
     done = subprocess.run([sys.executable, "-c", WRONG_CODE], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    version, error = done.stdout.splitlines()
+    version, error, missing = done.stdout.splitlines()
+    others = "gluon_forward_kernel", "gluon_wide_backward_kernel"
+    assert missing == "; ".join(f"{name} is never launched" for name in others)
     if version == "(12, 8)":
         assert error.startswith("reads a register never written: ")
     else:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headmix_vision.ops import TokenBlocks, TokenGrid, TokenScan, dispatch, hardware, runtime
+from headmix_vision.ops import TokenBlocks, TokenGrid, TokenRanks, TokenScan, dispatch, hardware, runtime
 from headmix_vision.ops.grid_conv import api as grid_conv
 from headmix_vision.ops.grid_conv import triton_op as grid_conv_op
 from headmix_vision.ops.head_in_head import api as head_in_head
@@ -158,21 +158,20 @@ def test_kernels_of_a_kind_depend_on_dims_and_not_on_sizes(name):
 @pytest.mark.parametrize("letters", ["_", "backward"])
 @pytest.mark.parametrize("normalizer", ["paper", None])
 def test_the_ops_of_a_rank_have_their_pytorch_form(broken, normalizer, letters):
-    blocks = TokenBlocks.from_grid((4, 6), (2, 2))
-    ranks = [0, 2, 1, *Settings(blocks, normalizer, fallback=True).pack()]
-    n, m = (getattr(triton_ranks._unpack(ranks).blocks, name) for name in ("num_tokens", "num_blocks"))
+    blocks = TokenBlocks.from_grid((4, 6), (2, 2)).of_rank(TokenRanks("", 0, 2, 1))
+    given, n = (None, Settings(blocks, normalizer, fallback=True).pack()), blocks.num_tokens
     torch.manual_seed(0)
     q, k, v = (torch.rand(2, n, 2, 16, device=DEVICE) for _ in range(3))
 
     def results():
-        matrix, vector = triton_ranks._summarize(k, v, ranks)
-        out, inverse = triton_ranks._apply(q, matrix, vector, ranks)
-        d_keys = triton_ranks._summary_gradients(matrix, vector, k, v, ranks)
-        d_queries = triton_ranks._output_gradients(torch.ones_like(out), q, matrix, vector, inverse, ranks)
+        matrix, vector = triton_ranks._summarize(k, v, *given)
+        out, inverse = triton_ranks._apply(q, matrix, vector, *given)
+        d_keys = triton_ranks._summary_gradients(matrix, vector, k, v, *given)
+        d_queries = triton_ranks._output_gradients(torch.ones_like(out), q, matrix, vector, inverse, *given)
         return [matrix, vector, out, *d_keys, *d_queries]
 
     expected = results()
-    assert expected[0].shape == (2, 2, m, 16, 16)
+    assert expected[0].shape == (2, 2, blocks.num_blocks, 16, 16)
     runtime.forget_plans()
     broken(letters)
     with pytest.warns(UserWarning, match="slower PyTorch implementation"):
