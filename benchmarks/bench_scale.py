@@ -5,7 +5,7 @@
     python -m benchmarks.bench_scale --ways one ddp         # some of the ways that are below
     python -m benchmarks.bench_scale --losses               # 200 steps of each at one global batch, against one GPU
     python -m benchmarks.bench_scale --checkpointing --models dit_mhla_xl_2 --batch 16 --ways ddp fsdp2    # memory
-    python -m benchmarks.bench_scale --models dit_video_mhla_b_2:block_grid=[3,5,2],cpe=True,depth=8 --batch 1 \
+    python -m benchmarks.bench_scale --models 'dit_video_mhla_b_2:block_grid=[3,5,2],cpe=True,depth=8' --batch 1 \
         --size 21x60x100 --ways one tokens                  # generators: the tokens of each sample on both
     python -m benchmarks.bench_scale --device cpu --tiny    # tries the script itself where there is no GPU
 

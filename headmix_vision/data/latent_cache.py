@@ -203,7 +203,7 @@ def _is_of_earlier_decoding(out: Path, background: str) -> bool:
 
 
 def _describe_prompts(out: Path, prompts: Prompts) -> dict[str, Any]:
-    """Describe the text encoder; with a warning without its hash, where an earlier version began the cache without."""
+    """Describe the text encoder; a cache begun by an earlier version stays without its hash, with a warning."""
     described = prompts.encoder.description
     earlier = read_manifest(out)["prompts"] if (out / MANIFEST).is_file() else None
     if earlier is None or "sha256" in earlier:

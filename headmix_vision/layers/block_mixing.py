@@ -177,7 +177,7 @@ class _Clip(torch.autograd.Function):
 
 
 class _ClipWithTangents(_Clip):
-    """Add the derivative in forward mode: that of clipping itself."""
+    """Add the derivative in forward mode: one within the bounds, zero outside."""
 
     setup_context = staticmethod(_setup_clip_with_tangents)
     jvp = staticmethod(_clip_tangent)

@@ -167,7 +167,7 @@ def _described(model: nn.Module) -> bytes:
 
 
 def _difference(state: Mapping[str, Tensor], own: Mapping[str, Tensor], where: str) -> str | None:
-    """Describe the first weight whose name, shape or block grid is not that of the model; None if all fit."""
+    """Describe the first weight that does not fit the model in name, shape or block grid; None if all fit."""
     for name in sorted(state.keys() | own.keys()):
         shapes = [_shape(name, tensors[name]) if name in tensors else None for tensors in (state, own)]
         if shapes[0] != shapes[1]:

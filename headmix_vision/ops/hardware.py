@@ -54,7 +54,7 @@ INTERPRETED = NO_KERNELS is None and _is_interpreted()  # the kernels, once defi
 
 
 class Gpu(NamedTuple):
-    """What the kernels have to know of a GPU.
+    """Facts of a GPU on which kernels depend.
 
     Attributes:
         name: its name.

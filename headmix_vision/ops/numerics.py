@@ -17,7 +17,7 @@ from headmix_vision.ops.hardware import INTERPRETED, Gpu, triton_release
 def autocast_off(like: Tensor) -> AbstractContextManager[object]:
     """Return a context without autocast on the device of ``like``; the meta device has no autocast.
 
-    A tracer records the context even where there is no autocast now: its graph may run under one.
+    A tracer records the context even without autocast, as its graph may run under autocast later.
     """
     device = like.device.type
     if device == "meta" or not (torch.is_autocast_enabled(device) or torch.compiler.is_compiling()):

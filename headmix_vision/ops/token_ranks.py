@@ -142,12 +142,12 @@ class TokenRanks:
         """Exchange tensors in one collective.
 
         Args:
-            tensors: of this rank; those of other ranks have other sizes along one dim alone.
-            sizes: those of the ranks.
-            dim: the dim.
+            tensors: this rank's. Those of other ranks may have other sizes along ``dim``.
+            sizes: of each rank's tensors along ``dim``, by rank.
+            dim: from 0.
 
         Returns:
-            For each tensor, those of all ranks.
+            For each given tensor a list of the tensors of all ranks, by rank.
         """
         sent = []
         for x in tensors:

@@ -89,7 +89,11 @@ def check_latents(network: PromptedTransformer, folder: str, manifests: dict[str
 
 
 def _check_prompts(folder: str, manifests: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Check that a pipeline's own text encoder embedded the prompts; return its description, or else that of caches."""
+    """Check that the text encoder of a pipeline folder embedded the cached prompts.
+
+    Returns:
+        Its description; where the folder has no text encoder, the description that the first cache holds.
+    """
     encoder = describe_text_encoder(folder)
     if encoder is None:
         say_once(f"note: {folder} has no text encoder to compare: prompts of another one go unnoticed")

@@ -120,7 +120,7 @@ class RunCLI(LightningCLI):
             end_without_others(error, getattr(trainer.strategy.launcher, "procs", ()))
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Return the subcommand that the command line begins with: the parser of another would take as long to make."""
+        """Return the subcommand that the command line begins with, as each parser takes time to make; else all."""
         offered = {name: LightningCLI.subcommands()[name] for name in KINDS[self.kind][1]}
         return {word: offered[word] for word in self.words[:1] if word in offered} or offered
 

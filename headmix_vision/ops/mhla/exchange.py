@@ -52,16 +52,16 @@ class _MixOverRanks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mixing, *summaries = ctx.saved_tensors
         ranks, numbers = ctx.blocks.ranks, ctx.blocks.numbers(mixing)
-        weights, d_mixing = mixing.index_select(-1, numbers).mT, None
-        if ctx.needs_input_grad[0]:  # the sum is on its way while the gradients of summaries are
+        weights, d_mixing, coming = mixing.index_select(-1, numbers).mT, None, None
+        if ctx.needs_input_grad[0]:  # summed over the ranks while they exchange the gradients of summaries
             d_mixing = torch.zeros_like(mixing, dtype=accumulation_dtype(ctx.dtype))
             over = (0,) if mixing.ndim == 3 else (0, 1)
             products = [x.flatten(3).to(y.dtype) @ y.mT for x, y in zip(grads, summaries, strict=True)]  # [B, H, m, M]
             d_mixing[..., numbers, :] = sum(x.sum(over, dtype=d_mixing.dtype) for x in products)
-            d_mixing = ranks.start_all_reduce(d_mixing)
+            coming = ranks.start_all_reduce(d_mixing)
         d_summaries = _mix(weights, _gather(grads, ctx.blocks, ctx.dtype), grads, ctx.dtype)
-        if d_mixing is not None:
-            d_mixing = (wait(d_mixing) / ranks.size).to(mixing.dtype)
+        if coming is not None:
+            d_mixing = (wait(coming) / ranks.size).to(mixing.dtype)
         return d_mixing, None, None, *d_summaries
 
 
