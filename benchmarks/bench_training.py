@@ -236,8 +236,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def check_arguments(arguments: argparse.Namespace) -> None:
     """One line and exit code 1 for what cannot run."""
     check_spellings(arguments.models)
-    if arguments.batch < 2 or arguments.batch % 2:
-        raise SystemExit(f"error: --batch must be even, for mixup, got {arguments.batch}.")
+    mixed = any(family_of(read_spelling(spelling)[0]).size == "img_size" for spelling in arguments.models)
+    if arguments.batch < 1 or (mixed and arguments.batch % 2):
+        raise SystemExit(f"error: --batch must be even for classifiers, whose images are mixed, got {arguments.batch}.")
     if not 0 < arguments.warmup_steps < arguments.steps - 1:
         raise SystemExit("error: --warmup_steps must be positive and less than --steps - 1.")
 
