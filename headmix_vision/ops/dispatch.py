@@ -312,6 +312,17 @@ REPLAY = "HEADMIX_VISION_REPLAY"
 RUNS: dict[Any, Call] = {}  # the function of each op
 
 
+def _are_calls_replayed() -> bool:
+    """Return whether the environment variable ``HEADMIX_VISION_REPLAY`` asks for it, where kernels are compiled.
+
+    Raises:
+        InputError: if the variable is neither 0 nor 1.
+    """
+    if (wanted := os.environ.get(REPLAY) or "0") not in ("0", "1"):
+        raise InputError(f"{REPLAY} must be 0 or 1, got {wanted!r}.")
+    return wanted == "1" and not INTERPRETED
+
+
 class NotRecorded(Exception):
     """A graph cannot launch the kernels of a call itself."""
 
@@ -338,7 +349,12 @@ def register(name: str, run: Call, fake: Call, record: Call | None = None, kerne
     RUNS[op._opoverload] = run
     schema = torch.library.infer_schema(run, mutates_args=())
     _LIBRARY.define(f"{name}_kernels{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(f"{name}_kernels", run, "CompositeExplicitAutograd")
+    in_graphs = run
+    if _are_calls_replayed():
+        from headmix_vision.ops.replay import replayed_in_graphs
+
+        in_graphs = replayed_in_graphs(run)
+    _LIBRARY.impl(f"{name}_kernels", in_graphs, "CompositeExplicitAutograd")
     torch.library.register_fake(f"headmix_vision::{name}_kernels", fake, lib=_LIBRARY)
     inner = getattr(torch.ops.headmix_vision, f"{name}_kernels").default
 
@@ -468,9 +484,7 @@ def as_function(run: Call, setup_context: Call, backward: Call, jvp: Call | None
     def call(*args: Any) -> Any:
         return apply(*[out_of_dead_transformation(x) if isinstance(x, Tensor) else x for x in args])
 
-    if (wanted := os.environ.get(REPLAY) or "0") not in ("0", "1"):
-        raise InputError(f"{REPLAY} must be 0 or 1, got {wanted!r}.")
-    if wanted == "0" or INTERPRETED:
+    if not _are_calls_replayed():
         return call
     from headmix_vision.ops.replay import replayed
 

@@ -8,6 +8,7 @@
 #include <c10/core/SafePyObject.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/hash.h>
+#include <bit>
 #include <dlfcn.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -346,6 +347,26 @@ struct Backward : torch::autograd::Node {
   }
 };
 
+// Add a number, or a list of whole numbers, to a key; return false for what is neither.
+bool describe_number(Key& key, PyObject* x) {
+  if (PyFloat_CheckExact(x)) {
+    key.insert(key.end(), {1, std::bit_cast<int64_t>(PyFloat_AS_DOUBLE(x))});
+    return true;
+  }
+  bool is_list = PyList_CheckExact(x);
+  Py_ssize_t size = is_list ? PyList_GET_SIZE(x) : 1;
+  Key numbers = {is_list ? 2 : 3, size};
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    auto* number = is_list ? PyList_GET_ITEM(x, i) : x;
+    int is_large = 0;
+    if (!PyLong_CheckExact(number)) return false;
+    numbers.push_back(PyLong_AsLongLongAndOverflow(number, &is_large));
+    if (is_large) return false;
+  }
+  key.insert(key.end(), numbers.begin(), numbers.end());
+  return true;
+}
+
 py::object Calls::call(py::args arguments) {
   Values tensors, outputs;
   std::vector<py::object> others;
@@ -354,14 +375,15 @@ py::object Calls::call(py::args arguments) {
   key.push_back(arguments.size());
   for (auto argument : arguments) {
     auto* x = argument.ptr();
-    key.push_back(THPVariable_CheckExact(x) ? 0 : reinterpret_cast<int64_t>(x));
     if (THPVariable_CheckExact(x)) {
+      key.push_back(0);
       tensors.push_back(THPVariable_Unpack(x));
       requires_grad |= tensors.back().requires_grad();
       has_kind &= !torch::autograd::isFwGradDefined(tensors.back());
-    } else {
+    } else if (!describe_number(key, x)) {
+      key.push_back(reinterpret_cast<int64_t>(x));
       others.push_back(py::reinterpret_borrow<py::object>(argument));
-      has_kind &= x == Py_None || PyLong_Check(x) || PyFloat_CheckExact(x) || PyTuple_CheckExact(x);
+      has_kind &= x == Py_None || PyBool_Check(x) || PyTuple_CheckExact(x);
     }
   }
   requires_grad &= at::GradMode::is_enabled();
@@ -378,7 +400,7 @@ py::object Calls::call(py::args arguments) {
     auto values = tensors;
     plan->tape.run(values);
     for (int number : plan->outputs) outputs.push_back(values[number]);
-    if (requires_grad) {
+    if (requires_grad && plan->backward) {
       std::shared_ptr<Backward> node(new Backward(plan), torch::autograd::deleteNode);
       node->set_next_edges(torch::autograd::collect_next_edges(tensors));
       for (size_t i = 0; i < outputs.size(); ++i)

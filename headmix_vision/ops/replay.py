@@ -1,4 +1,4 @@
-"""Record eager calls of the ops, and replay them in C++: no Python runs in the forward or the backward pass.
+"""Record calls of the ops, and replay them in C++: no Python runs in the forward or the backward pass.
 
 Set the environment variable ``HEADMIX_VISION_REPLAY=1`` for it before the package is imported. It needs a C++ compiler:
 the first call begins to compile ``replay.cpp``, which is cached where Triton caches kernels, and calls are ordinary
@@ -7,10 +7,11 @@ and ops of PyTorch. They are replayed for this and all later calls of the kind.
 
 Calls have the same kind if all that they may depend on agrees: the state of the thread (autocast, inference mode),
 whether autograd records, settings, and for each tensor its dispatch keys, type, device, shape, strides, address modulo
-16, and whether it is another argument, too. Calls that Python has to see stay ordinary ones: under compilers, tracers,
-dispatch modes and transformations of torch.func, of subclasses of tensors, in forward-mode differentiation, in the
-capture of a CUDA graph, and in a backward pass that autograd records. So do calls that cannot be recorded; a warning
-says why. Compiled autograd cannot trace the backward pass of a replayed call.
+16, and whether it is another argument, too. What compiled graphs call is replayed as eager calls are. Calls that Python
+has to see stay ordinary ones: under compilers, tracers, dispatch modes and transformations of torch.func, of subclasses
+of tensors, in forward-mode differentiation, in the capture of a CUDA graph, and in a backward pass that autograd
+records. So do calls that cannot be recorded; a warning says why. Compiled autograd cannot trace the backward pass of a
+replayed call.
 """
 
 from __future__ import annotations
@@ -173,15 +174,49 @@ def _tape(call: Call, args: Sequence[Any], tensors: Sequence[Tensor | None]) -> 
     return tape, results
 
 
+def _attempt(run: Call, plan: Call, *args: Any) -> Any:
+    try:
+        return plan(*args) if dispatch.is_eager() else None
+    except Exception as error:  # such calls stay ordinary ones
+        dispatch.warn_once(f"A call of {run.__module__}.{run.__name__} is not replayed: {error!r}"[:500])
+        return None
+
+
+def _calls(ordinary: Call, run: Call, plan: Call) -> Call:
+    """Return a function that calls ``ordinary`` until the extension is there, then replays the plans of ``run``."""
+
+    @lru_cache
+    def calls() -> Call:
+        if extension() is None:
+            return ordinary
+        made = extension().Calls(ordinary, partial(_attempt, run, plan))
+        _forget.append(made.forget)
+        return cast(Call, made)
+
+    def call(*args: Any) -> Any:
+        if _ready.is_set():
+            return calls()(*args)
+        _begin()
+        return ordinary(*args)
+
+    return call
+
+
+def replayed_in_graphs(run: Call) -> Call:
+    """Return a function that replays ``run``, which has no gradients and is called below autograd, or calls it."""
+
+    def plan_call(*args: Any) -> Any:
+        tape, results = _tape(run, args, [x for x in args if isinstance(x, Tensor)])
+        is_single = isinstance(results, Tensor)
+        plan = extension().Plan(tape.steps, [results] if is_single else results, [])
+        plan.is_single = is_single
+        return plan
+
+    return _calls(run, run, plan_call)
+
+
 def replayed(ordinary: Call, run: Call, setup_context: Call, backward: Call) -> Call:
     """Return a function that replays ``ordinary``, the autograd function of the others, or calls it."""
-
-    def attempt(plan: Call, *args: Any) -> Any:
-        try:
-            return plan(*args) if dispatch.is_eager() else None
-        except Exception as error:  # such calls stay ordinary ones
-            dispatch.warn_once(f"A call of {run.__module__}.{run.__name__} is not replayed: {error!r}"[:500])
-            return None
 
     def plan_forward(*args: Any) -> Any:
         places = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
@@ -212,21 +247,7 @@ def replayed(ordinary: Call, run: Call, setup_context: Call, backward: Call) -> 
         plan = extension().Plan(tape.steps, outputs, saved)
         plan.differentiable, plan.is_single = differentiable, isinstance(results, Tensor)
         plan.materialize = getattr(context, "materialize_grads", True)
-        plan.backward = extension().Calls(gradients, partial(attempt, plan_backward))
+        plan.backward = extension().Calls(gradients, partial(_attempt, run, plan_backward))
         return plan
 
-    @lru_cache
-    def calls() -> Call:
-        if extension() is None:
-            return ordinary
-        made = extension().Calls(ordinary, partial(attempt, plan_forward))
-        _forget.append(made.forget)
-        return cast(Call, made)
-
-    def call(*args: Any) -> Any:
-        if _ready.is_set():
-            return calls()(*args)
-        _begin()
-        return ordinary(*args)
-
-    return call
+    return _calls(ordinary, run, plan_forward)

@@ -118,7 +118,7 @@ def check(op, x, y, factor=3.0, d_out=None):
     torch.testing.assert_close(d_y, d_out * x * factor)
 
 
-FACTOR = 3.0  # settings are compared by identity
+FACTOR = 3.0
 
 
 def replay(op, *shape):
@@ -140,6 +140,16 @@ def test_calls_are_ordinary_until_the_extension_is_there(op, monkeypatch):
     assert replay(op, 4, 5) == (5, 5) and len(asked) == 5
     there.set()
     assert replay(op, 4, 5) == (6, 6)
+
+
+def test_numbers_are_equal_by_value_and_type(op):
+    for i in range(6):
+        check(op, draw(4, 5), draw(4, 5), float(f"{i % 2}.5"))
+    assert op.forwards == 2
+    x, y = draw(4, 5), draw(4, 5)
+    for factor in (2, 2.0, True, 2, 2.0, True):
+        assert torch.equal(op.apply(x, y, factor)[0], x * y * factor)
+    assert op.forwards == 5
 
 
 def test_each_kind_is_its_own(op):
@@ -474,10 +484,13 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_launches_are_those_of_triton(gpu, case):
+def test_launches_are_those_of_triton(gpu, case, in_graph, monkeypatch):
     """All that reaches the driver is equal, but for the addresses of tensors that live within a call."""
     inputs, op = CASES[case]()
+    if in_graph:
+        op = torch.compile(op, backend="aot_eager", fullgraph=True)
     d_out, launches = torch.zeros_like(op(*inputs)), []
     forget_plans()
     names = {f"{x.data_ptr():x}": f"tensor {i}" for i, x in enumerate((*inputs, d_out))}
@@ -487,13 +500,15 @@ def test_launches_are_those_of_triton(gpu, case):
             words = [names.get(word, word) for word in line.split()[1:]]
             yield [word if word.startswith("tensor") or len(word) < 9 else "address" for word in words]
 
-    for _ in range(4):
+    for i in range(4):
+        if i == 1 and in_graph:  # what the graph calls must not run any more
+            monkeypatch.setattr(Launch, "__call__", None)
         CUDA.take()
         out = op(*inputs)
         launches.append([*take()])
         torch.autograd.grad(out, inputs, d_out)
         launches.append([*take()])
-    assert out.grad_fn.name() == "ReplayedBackward"
+    assert in_graph or out.grad_fn.name() == "ReplayedBackward"
     for first, *later in (launches[::2], launches[1::2]):  # by Triton, and then by us
         assert first == 2 * later[0] and later[0] == later[1] == later[2]
 
