@@ -21,6 +21,7 @@ CLAIMS = recorded(
         "models_deit_h200": "DeiT-S, MHLA against softmax",
         "wan_h200": "Wan's shape, MHLA against softmax",
         "wan_gpus_h200": "Wan's shape with MHLA on two GPUs",
+        "wan_stream_h200": "Wan's shape with causal MHLA, as a stream",
         "mhla_causal_h200": "causal MHLA",
         "head_mixes_h200": "interleaved heads, as ops and layers",
         "models_deit_iha_h200": "DeiT-S with interleaved heads",
@@ -235,9 +236,8 @@ def head_mix_attention() -> str:
         cells = [name]
         for part, forms in (("op", ("mhla", "cudnn", "flash")), ("layer", ("mhla", "softmax"))):
             ours, softmax, *_ = found = [rows[part, form] for form in forms]
-            times = ("forward_ms", "forward_backward_ms")
             cells += [both(row) for row in found]
-            cells.append(" / ".join(f"{float(softmax[time]) / float(ours[time]):.2f}" for time in times))
+            cells.append(" / ".join(f"{float(softmax[time]) / float(ours[time]):.2f}" for time in TIMES))
         lines.append(cells)
     header = ["tokens, P", "op: MHLA", "softmax, cuDNN", "softmax, FlashAttention", "ratio"]
     return markdown_table([*header, "layer: MHLA", "softmax", "ratio"], lines)
@@ -304,16 +304,8 @@ def whole_models() -> str:
 
 def _place(item: tuple[tuple[str, ...], object]) -> tuple[object, ...]:
     gpu, kind, size, batch, mode, compile_mode = item[0]
-    tokens = [int(x) for x in size.split("x")]
-    return (
-        gpu,
-        kind.partition(",")[0],
-        tokens,
-        -int(batch),
-        kind,
-        mode != "train",
-        list(COMPILE_MODES).index(compile_mode),
-    )
+    tokens, way = [int(x) for x in size.split("x")], list(COMPILE_MODES).index(compile_mode)
+    return gpu, kind.partition(",")[0], tokens, -int(batch), kind, mode != "train", way
 
 
 def speed_cell(row: Row) -> str:
