@@ -58,7 +58,7 @@ def compile_kernels(shape: Shape, device_name: str) -> list[str]:
     return []
 
 
-def fit(terms: list[tuple[float, ...]], times: list[float]) -> list[float]:
+def fit(terms: Sequence[tuple[float, ...]], times: list[float]) -> list[float]:
     """Non-negative constants for the sum of terms, by least squares on relative errors."""
     scaled = torch.tensor(terms, dtype=torch.float64) / torch.tensor(times, dtype=torch.float64)[:, None]
     return nnls(scaled.numpy(), torch.ones(len(times)).numpy())[0].tolist()
@@ -88,16 +88,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         measured.append((shape, pairwise_ns, summary_ns))
         release_memory()
     arguments = [(shape.blocks, shape.head_dim, shape.head_dim) for shape, *_ in measured]
-    pairwise = fit([regimes.pairwise_terms(*a) for a in arguments], [times[1] for times in measured])
-    summary = fit([regimes.summary_terms(*a) for a in arguments], [times[2] for times in measured])
+    pairwise_terms = [regimes.pairwise_terms(*a, on_hopper=True) for a in arguments]
+    summary_terms = [regimes.summary_terms(*a) for a in arguments]
+    pairwise = fit(pairwise_terms, [times[1] for times in measured])
+    summary = fit(summary_terms, [times[2] for times in measured])
     print("PAIRWISE_NS =", tuple(float(f"{x:.3g}") for x in pairwise))
     print("SUMMARY_NS =", tuple(float(f"{x:.3g}") for x in summary))
 
     rows = []
-    for (shape, pairwise_ns, summary_ns), a in zip(measured, arguments, strict=True):
-        choice = regimes.choose(
-            regimes.cost(pairwise, regimes.pairwise_terms(*a)), regimes.cost(summary, regimes.summary_terms(*a))
-        )
+    for (shape, pairwise_ns, summary_ns), x, y in zip(measured, pairwise_terms, summary_terms, strict=True):
+        choice = regimes.choose(regimes.cost(pairwise, x), regimes.cost(summary, y))
         taken = {"pairwise": pairwise_ns, "summary": summary_ns}[choice]
         loss = taken / min(pairwise_ns, summary_ns)
         name = f"{shape.tokens} / {shape.blocks.num_blocks} / {shape.head_dim}"

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenBlocks, TokenRanks, dispatch, grid_conv, head_in_head, mhla
@@ -114,6 +115,21 @@ def test_tables_are_inputs_of_a_graph_whose_grid_is_known(monkeypatch):
     assert graphs == [2, 0]
 
 
+def test_the_cost_model_leaves_graphs_for_grids_of_all_sizes():
+    counter = CompileCounter()
+
+    def attend(x, mixing):
+        q = x.flatten(1, 2).unflatten(-1, (1, 64))  # the Gluon kernels would take it
+        return mhla(q, q, q, mixing, TokenBlocks.from_grid(x.shape[1:3], (2, 2)), impl="triton")
+
+    torch.compiler.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for size in ((10, 12), (13, 14), (9, 11), (11, 16), (7, 16)):
+        x, mixing = torch.randn(1, *size, 64), torch.rand(4, 4)
+        torch.testing.assert_close(compiled(x, mixing), attend(x, mixing))
+    assert counter.frame_count == 2  # the first has the grid of its call
+
+
 def test_an_unknown_way_is_refused(monkeypatch):
     monkeypatch.setenv(dispatch.COMPILED, "Inline")
     with pytest.raises(InputError, match="must be one of opaque, inline, auto, got 'Inline'"):
@@ -127,6 +143,7 @@ TRACE = """
 from benchmarks.bench_host import leave_out_the_gpu
 leave_out_the_gpu()
 import torch
+from torch._dynamo.testing import CompileCounter
 from functorch.compile import aot_function, make_boxed_func
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv

@@ -139,6 +139,17 @@ def test_normalizers_and_feature_maps_of_wide_heads(launched, tokens, dim, norma
     assert launched == WIDE
 
 
+def test_cost_model_is_told_where_they_run(launched):
+    """One block of 256 tokens is fastest as pairs with these kernels alone, on an H200."""
+    blocks = TokenBlocks.from_grid((16, 16), (1, 1))
+    inputs, d_out = make(blocks)
+    for dtype, regime in ((BF16, "pairwise"), (torch.float32, "summary")):
+        plan = plan_triton(inputs[0].to(dtype), inputs[2].to(dtype), Settings(blocks))
+        assert plan.keywords["settings"].regime == regime
+    run(lambda *x: mhla(*x, blocks, impl="triton"), inputs, d_out)
+    assert launched == KERNELS
+
+
 def test_strides_are_32_bit():
     settings = Settings(TokenBlocks.from_grid((14, 14), (4, 4)), regime="pairwise")
     (q, k, v, _), d_out = make(settings.blocks)

@@ -424,16 +424,43 @@ def test_head_dims_are_covered_by_two_powers_of_two(dim, parts):
     [
         ((14, 14), (4, 4), 64, "pairwise"),
         ((16, 16), (4, 4), 72, "pairwise"),
+        ((24, 24), (8, 8), 32, "summary"),  # blocks of nine tokens: each pair of tokens has a weight in memory
+        ((24, 24), (8, 8), 72, "summary"),
+        ((24, 24), (8, 8), 128, "pairwise"),
+        ((20, 20), (8, 8), 32, "pairwise"),
+        ((20, 20), (4, 4), 128, "summary"),
+        ((32, 32), (8, 8), 128, "summary"),
         ((32, 32), (4, 4), 72, "summary"),
         ((64, 64), (8, 8), 64, "summary"),
         ((21, 30, 50), (3, 5, 10), 128, "summary"),
-        ((16, 16), (1, 1), 64, "summary"),  # plain linear attention
+        ((14, 14), (1, 1), 32, "summary"),  # plain linear attention
+        ((14, 14), (1, 1), 128, "pairwise"),
         ((16, 16), (16, 16), 64, "pairwise"),  # a block for each token
     ],
 )
-def test_cost_model_picks_the_measured_regime(grid, block_grid, dim, regime):
+@pytest.mark.parametrize("on_hopper", [False, True])
+def test_cost_model_picks_the_measured_regime(grid, block_grid, dim, regime, on_hopper):
     blocks = TokenBlocks.from_grid(grid, block_grid)
-    assert regimes.choose_regime(blocks, dim, dim) == regime
+    assert regimes.choose_regime(blocks, dim, dim, on_hopper=on_hopper) == regime
+
+
+@pytest.mark.parametrize(("side", "block_side", "dim"), [(16, 1, 64), (16, 2, 64), (16, 1, 72), (16, 2, 72)])
+def test_cost_model_knows_the_kernels_of_hopper(side, block_side, dim):
+    """On an H200 these few blocks were fastest as pairs with the Gluon kernels, as summaries without them."""
+    blocks = TokenBlocks.from_grid((side, side), (block_side, block_side))
+    assert regimes.choose_regime(blocks, dim, dim, on_hopper=True) == "pairwise"
+    assert regimes.choose_regime(blocks, dim, dim) == "summary"
+
+
+@pytest.mark.parametrize(("prefix", "repeats"), [(0, 1), (1, 1), (3, 2), (5, 3)])
+def test_cost_model_counts_the_runs_of_the_kernels(prefix, repeats):
+    found = set()
+    for grid, blocks_along in itertools.product([(5, 19), (8, 8), (20, 20), (24, 24), (6, 7, 5)], (1, 2, 3, 4, 5)):
+        blocks = TokenBlocks(TokenGrid(grid, prefix, repeats), (blocks_along,) * len(grid))
+        single = triton_launch.places(blocks, triton_launch.TILE, torch.device("cpu")).run == 1
+        assert regimes.pairwise_terms(blocks, 32, 32)[2] == single * blocks.num_tokens**2
+        found.add(single)
+    assert found == {False} if repeats == 2 else {False, True}
 
 
 def test_cost_model_decides_what_triton_runs(monkeypatch):

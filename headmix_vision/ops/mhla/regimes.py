@@ -4,25 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headmix_vision.ops.mhla.triton_tuning import fits_hopper
 from headmix_vision.ops.token_blocks import TokenBlocks
 
 # Tokens in a part of a block, whatever the device and the batch: results of summaries do not depend on these.
 PART_TOKENS = 512
+TILE = 64  # tokens that kernels compute at a time
 # Nanoseconds per batch item and head for each of the terms below: forward and backward on an H200, bf16.
-PAIRWISE_NS = (5.84e-3, 3.32e-5)
-SUMMARY_NS = (6.8e-3, 4.31e-2, 4.22e-3, 6.93e-5)
+PAIRWISE_NS = (5.19e-3, 3.06e-5, 6.31e-3, 6.03e-3)
+SUMMARY_NS = (4.6e-3, 3.2e-2, 6.75e-4, 8.08e-6)
 
 
-def pairwise_terms(blocks: TokenBlocks, dim: int, value_dim: int) -> tuple[float, ...]:
-    """Count the entries of the tokens' rows, and the products over all pairs of tokens."""
-    columns = dim + value_dim
-    return blocks.num_tokens * columns, blocks.num_tokens**2 * columns
+def pairwise_terms(
+    blocks: TokenBlocks, dim: int, value_dim: int, on_hopper: bool = False
+) -> tuple[float, float, float, float]:
+    """Count the entries of the tokens' rows, the products over all pairs, and the pairs of tokens with own weights.
+
+    Products are those of whole tiles. The Gluon kernels have a term of their own, the last: the entries of the rows.
+
+    Args:
+        blocks, dim, value_dim: of the call.
+        on_hopper: whether the Gluon kernels run where they take the shape.
+    """
+    tokens, rows, columns = blocks.num_tokens, _whole(blocks.num_tokens, TILE), dim + value_dim
+    if on_hopper and fits_hopper(blocks, dim, value_dim):
+        return 0, 0, 0, tokens * columns
+    return tokens * columns, rows**2 * columns, tokens**2 if _are_single(blocks) else 0, 0
 
 
 def summary_terms(blocks: TokenBlocks, dim: int, value_dim: int) -> tuple[float, ...]:
-    """Count the entries of the tokens' rows, of one summary, of all summaries, and the products that mix summaries."""
+    """Count the entries of the rows, of one summary, of all summaries, and the products that mix summaries.
+
+    Each block has whole tiles of rows.
+    """
     entries, M = dim * value_dim, blocks.num_blocks
-    return blocks.num_tokens * (dim + value_dim), entries, M * entries, M * M * entries
+    return M * _whole(blocks.max_block_size, TILE) * (dim + value_dim), entries, M * entries, M * M * entries
+
+
+def _whole(number: int, step: int) -> int:
+    """Round up to a multiple."""
+    return -(-number // step) * step
+
+
+def _are_single(blocks: TokenBlocks) -> bool:
+    """Return whether the runs of the pairwise kernels have one token each: runs of two would need more tiles.
+
+    Then each pair of tokens has a weight, and a gradient of it, in memory. A block of odd size needs one place more in
+    runs of two. The count has no branches, each of which would be a guard of graphs for grids of all sizes.
+    """
+    odd_blocks = 1
+    for tokens, count in zip(blocks.grid.shape, blocks.block_grid, strict=True):
+        larger = tokens % count  # blocks with one token more along the axis
+        odd_blocks *= larger + tokens // count % 2 * (count - 2 * larger)
+    absent = blocks.grid.repeats % 2 * (odd_blocks + blocks.grid.num_prefix_tokens % 2)
+    return _whole(blocks.num_tokens + absent, TILE) > _whole(blocks.num_tokens, TILE)
 
 
 def cost(constants: Sequence[float], terms: Sequence[float]) -> float:
@@ -37,21 +72,21 @@ def _causal(blocks: TokenBlocks, dim: int, value_dim: int) -> tuple[float, float
 
     Pairwise kernels compute half of all pairs, and summary kernels half of those in each part of a block besides.
     """
-    entries, products = pairwise_terms(blocks, dim, value_dim)
+    entries, products, pairs, _ = pairwise_terms(blocks, dim, value_dim)
     own = products * min(blocks.max_block_size, PART_TOKENS) / blocks.num_tokens
     summary = cost(SUMMARY_NS, summary_terms(blocks, dim, value_dim))
-    return cost(PAIRWISE_NS, (entries, products / 2)), summary + cost(PAIRWISE_NS, (0, own / 2))
+    return cost(PAIRWISE_NS, (entries, products / 2, pairs, 0)), summary + cost(PAIRWISE_NS, (0, own / 2, 0, 0))
 
 
 def choose(pairwise_ns: float, summary_ns: float) -> str:
     return "pairwise" if pairwise_ns <= summary_ns else "summary"
 
 
-def choose_regime(blocks: TokenBlocks, dim: int, value_dim: int, causal: bool = False) -> str:
-    """Return "pairwise" or "summary", whichever is estimated faster."""
+def choose_regime(blocks: TokenBlocks, dim: int, value_dim: int, causal: bool = False, on_hopper: bool = False) -> str:
+    """Return "pairwise" or "summary", whichever is estimated faster; ``on_hopper``: where the Gluon kernels run."""
     if causal:
         return choose(*_causal(blocks, dim, value_dim))
     return choose(
-        cost(PAIRWISE_NS, pairwise_terms(blocks, dim, value_dim)),
+        cost(PAIRWISE_NS, pairwise_terms(blocks, dim, value_dim, on_hopper)),
         cost(SUMMARY_NS, summary_terms(blocks, dim, value_dim)),
     )

@@ -30,6 +30,7 @@ from headmix_vision.ops.mhla import triton_causal as causal
 from headmix_vision.ops.mhla import triton_pairwise as pairwise
 from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla import triton_tiles as shared
+from headmix_vision.ops.mhla.hopper.launch import serve
 from headmix_vision.ops.mhla.regimes import choose_regime
 from headmix_vision.ops.mhla.torch_impl import (
     Settings,
@@ -43,6 +44,7 @@ from headmix_vision.ops.mhla.torch_impl import (
 from headmix_vision.ops.mhla.triton_launch import Backward, Forward, Gradients, Saved, gradient
 from headmix_vision.ops.mhla.triton_ranks import mhla_triton_of_rank
 from headmix_vision.ops.mhla.triton_tables import tables_of_graph, traced_tables
+from headmix_vision.ops.mhla.triton_tuning import fits_hopper
 from headmix_vision.ops.numerics import autocast_off, storage_dtype
 from headmix_vision.ops.runtime import KernelFailed, device_of
 from headmix_vision.ops.token_blocks import BlocksOfRank, to_blocks
@@ -62,7 +64,10 @@ def plan_triton(
     settings = settings._replace(fallback=fallback)
     if isinstance(settings.blocks, BlocksOfRank):
         return partial(mhla_triton_of_rank, settings=settings)
-    regime = regime or choose_regime(settings.blocks, q.shape[-1], v.shape[-1], settings.causal)
+    if regime is None:
+        shape = settings.blocks, q.shape[-1], v.shape[-1]
+        on_hopper = not settings.causal and fits_hopper(*shape) and serve(q.dtype, q.device, fallback)
+        regime = choose_regime(*shape, settings.causal, on_hopper)
     settings = settings._replace(regime=regime)
     return partial(mhla_triton, settings=settings, packed=tuple(settings.pack()))
 

@@ -96,7 +96,7 @@ RESIDENT_BACKWARD_KB = 105
 RESIDENT_TOKENS = 256
 # For the Gluon kernels of Hopper, around the sizes that they were measured at; dims are multiples of 8. They compute
 # 64, 128 or 256 rows. The three tiles of 65 to 96 queries in the backward kernel of 64 dims do not compile.
-HOPPER_TOKENS = (*range(49, 65), *range(97, RESIDENT_TOKENS + 1))
+HOPPER_TOKENS = ((49, 64), (97, RESIDENT_TOKENS))  # from, to
 HOPPER_DIMS = range(64, 81, 8)
 HOPPER_BACKWARD_DIM = 64
 HOPPER_QUERIES = 32  # of a tile
@@ -140,6 +140,15 @@ def resident(tiles: Tiles, num_tokens: int) -> Tiles:
 def power_of_two(number: int, least: int) -> int:
     """Return the smallest power of two that is neither below a number nor below another power of two."""
     return max(least, 1 << (number - 1).bit_length())
+
+
+def fits_hopper(blocks: TokenBlocks, *dims: int) -> bool:
+    """Return whether the Gluon kernels take such blocks, and the forward kernel heads of such dims."""
+    return (
+        all(dim in HOPPER_DIMS for dim in dims)
+        and blocks.num_blocks <= HOPPER_BLOCKS
+        and any(first <= blocks.num_tokens <= last for first, last in HOPPER_TOKENS)
+    )
 
 
 def hopper_bytes(num_tokens: int, dim: int, value_dim: int, num_blocks: int) -> int:

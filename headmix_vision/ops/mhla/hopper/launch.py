@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from headmix_vision.ops.dispatch import warn_once
-from headmix_vision.ops.hardware import INTERPRETED
+from headmix_vision.ops.hardware import INTERPRETED, constant_in_graphs, gpu_behind
 from headmix_vision.ops.mhla import triton_tuning as tuning
 from headmix_vision.ops.mhla.torch_impl import Settings
 from headmix_vision.ops.mhla.triton_launch import (
@@ -66,28 +66,30 @@ def leave_out(error: KernelFailed, settings: Settings) -> None:
     forget_plans()
 
 
+@constant_in_graphs
+def serve(dtype: torch.dtype, device: torch.device, fallback: bool) -> bool:
+    """Return whether the kernels run on a device with inputs of a type: bf16 on a Hopper GPU."""
+    if INTERPRETED or (_left_out and fallback) or dtype != torch.bfloat16:
+        return False
+    gpu = gpu_behind(device)
+    memory = tuning.HOPPER_KB << 10
+    return gpu.capability == (9, 0) and gpu.shared_memory >= memory and _kernels() is not None
+
+
 def _takes(settings: Settings, *rows: Layout) -> bool:
-    """Return whether the kernels take such rows: bf16 in whole 16 bytes, on a Hopper GPU; they are not causal."""
+    """Return whether the kernels take such rows: of one type, in whole 16 bytes; they are not causal."""
     return (
-        not (INTERPRETED or is_recording())
-        and not (_left_out and settings.fallback)
+        not is_recording()
         and not settings.causal
-        and rows[0].gpu.capability == (9, 0)
-        and rows[0].gpu.shared_memory >= tuning.HOPPER_KB << 10
-        and all(x.dtype == torch.bfloat16 and x.strides[-1] == 1 for x in rows)
-        and settings.blocks.num_blocks <= tuning.HOPPER_BLOCKS
-        and settings.blocks.num_tokens in tuning.HOPPER_TOKENS
+        and all(x.dtype == rows[0].dtype and x.strides[-1] == 1 for x in rows)
+        and tuning.fits_hopper(settings.blocks, *(x.shape[-1] for x in rows))
         and alignment(*rows) == 8
-        and _kernels() is not None
+        and serve(rows[0].dtype, rows[0].device, settings.fallback)
     )
 
 
 def takes_forward(q: Layout, k: Layout, v: Layout, settings: Settings) -> bool:
-    return (
-        all(x.shape[-1] in tuning.HOPPER_DIMS for x in (q, v))
-        and _takes(settings, q, k, v)
-        and _forward_programs(q, v, settings) > 0
-    )
+    return _takes(settings, q, k, v) and _forward_programs(q, v, settings) > 0
 
 
 def _forward_programs(q: Layout, v: Layout, settings: Settings) -> int:
