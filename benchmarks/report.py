@@ -94,7 +94,8 @@ MODEL_COLUMNS = {
 }
 MODES = {"train": "training", "inference": "inference", "inference_bf16": "inference, weights in bf16"}
 COMPILE_MODES = {"none": "eager", "replayed": "eager, calls replayed", "default": "compiled"}
-COMPILE_MODES |= {"reduce-overhead": "CUDA graphs", "blocks": "blocks compiled"}
+COMPILE_MODES |= {"replayed default": "compiled, calls replayed", "reduce-overhead": "CUDA graphs"}
+COMPILE_MODES |= {"blocks": "blocks compiled", "replayed blocks": "blocks compiled, calls replayed"}
 WAN_TOKENS = ("31500", "32760", "75600")
 WAN_MODES = {"forward": "denoising forward", "train": "training step"}
 GLUON = "all, Gluon included"
@@ -275,8 +276,7 @@ def models(name: str, columns: Sequence[str], pixels: int = 1, baselines: Sequen
             speed = f"{float(row['imgs_per_s']):,.{int(float(row['imgs_per_s']) < 1000)}f}"
             cells.append(f"{speed} ({', '.join(ratios)})" if cells else speed)
         graphs = ", graphs" if first["compile"] == "reduce-overhead" else ""
-        mode = {"train": "training"}.get(first["mode"], first["mode"])
-        title = f"{pixels * int(first['size']):,} px, batch {first['batch']}, {mode}{graphs}"
+        title = f"{pixels * int(first['size']):,} px, batch {first['batch']}, {MODES[first['mode']]}{graphs}"
         title = ", ".join([*baselines[len(lines) : len(lines) + 1], title])
         lines.append([title, *cells, *[""] * (len(columns) - len(cells))])
     return markdown_table(["images/s", *columns], lines)
@@ -293,13 +293,13 @@ def whole_models() -> str:
             key = (row["device"].split()[1], kind + cpe, row["size"], row["batch"], row["mode"], row["compile"])
             core = next((word for word in words if word in MODEL_COLUMNS), "timm")
             found.setdefault(key, {})[core] = speed_cell(row)
-    lines = []
+    lines, shown = [], [core for core in MODEL_COLUMNS if any(core in cells for cells in found.values())]
     for (gpu, kind, size, batch, mode, compile_mode), cells in sorted(found.items(), key=_place):
         side = int(size.split("x")[-1]) * (1 if "DeiT" in kind else 8)
         frames = f"{size.split('x')[0]} x " if "x" in size else ""
         setting = f"{gpu}, {kind}, {frames}{side:,} px, batch {batch}, {MODES[mode]}, {COMPILE_MODES[compile_mode]}"
-        lines.append([setting, *(cells.get(core, "") for core in MODEL_COLUMNS)])
-    return markdown_table(["images/s", *MODEL_COLUMNS.values()], lines)
+        lines.append([setting, *(cells.get(core, "") for core in shown)])
+    return markdown_table(["images/s", *(MODEL_COLUMNS[core] for core in shown)], lines)
 
 
 def _place(item: tuple[tuple[str, ...], object]) -> tuple[object, ...]:

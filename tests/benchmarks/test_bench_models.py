@@ -48,6 +48,16 @@ def test_a_second_call_keeps_finished_rows_and_runs_the_others(tmp_path: Path, m
     assert again[0] == rows[0] and all(row["imgs_per_s"] for row in again)
 
 
+def test_rows_of_replayed_calls_stand_beside_ordinary_ones(tmp_path: Path, monkeypatch):
+    chosen = ("--kinds", "dit_s", "--modes", "inference")
+    rows = run(tmp_path, *chosen)
+    monkeypatch.setenv("HEADMIX_VISION_REPLAY", "1")
+    both = run(tmp_path, *chosen)
+    assert both[: len(rows)] == rows and {row["compile"] for row in both[len(rows) :]} == {"replayed"}
+    setting = model_table.Setting(("dit_mhla_s_2",), 32, 2, "inference", "default")
+    assert bench._row("dit_mhla_s_2", None, {}, setting)["compile"] == "replayed default"
+
+
 def test_tables_of_earlier_versions_are_refused(tmp_path: Path):
     (tmp_path / "models_cpu.csv").write_text("size,batch,mode,model,imgs_per_s\n64,2,train,deit,1\n")
     with pytest.raises(SystemExit, match="earlier version"):
