@@ -12,7 +12,7 @@ NOISE_LEVEL = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class MixingRequest:
-    """Request for what a network has learned to mix.
+    """Request for pictures of the learned mixing of heads and token blocks.
 
     Args:
         model: Run directory, `.ckpt`, export, or the name of a model that comes with weights.
@@ -160,7 +160,7 @@ class ProfileRequest(AttentionRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class MapsRequest(AttentionRequest):
-    """Request for maps of what query tokens attend to.
+    """Request for attention maps of query tokens.
 
     Args:
         tokens: Query tokens by row and column, of clips by frame, row and column; the middle when empty.

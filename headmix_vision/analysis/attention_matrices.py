@@ -77,7 +77,7 @@ def _registered(table: Mapping[str, type[nn.Module]], module: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What an attention layer did with a batch.
+    """Inputs of an attention layer for a batch, from which its matrices are computed.
 
     Attributes:
         layer: The layer, of a copy of the network in float64.

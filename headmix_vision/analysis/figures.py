@@ -26,7 +26,7 @@ _BAR_IN, _BAR_PITCH_IN, _BARS_IN = 1.8, 2.4, 0.6  # width of a bar, with what pa
 
 
 class Picture(NamedTuple):
-    """What a network has learned, by one kind of mixing.
+    """Picture of one kind of mixing that a network has learned.
 
     Attributes:
         figure: The picture.
@@ -40,7 +40,7 @@ class Picture(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """What its numbers are, which numbers have the first and the last colour, and the name of the colours."""
+    """Colour scale: label, numbers of the first and the last colour, and name of the colours."""
 
     label: str
     norm: Normalize

@@ -28,10 +28,10 @@ would have. Colours grow with its square root."""
 
 
 class AttentionMap(NamedTuple):
-    """What one query token attends to.
+    """Attention of one query token over all tokens.
 
     Attributes:
-        model, layer, image: Of which network, attention layer and image.
+        model, layer, image: Network, attention layer and image of the map.
         place: The query token's place on the grid.
         grid: Tokens along each axis.
         shares: [N], float64, sum 1 in raster order.

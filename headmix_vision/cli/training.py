@@ -1,4 +1,4 @@
-"""What the training commands share: their help, and how they end."""
+"""Help and exit of the training commands."""
 
 import sys
 from collections.abc import Iterator, Sequence

@@ -290,7 +290,7 @@ def is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Guidance:
-    """Classifier-free guidance (arXiv 2207.12598): moves the prediction away from that without a class.
+    """Classifier-free guidance (arXiv 2207.12598): moves the prediction away from the one without a class.
 
     Args:
         scale: 1 leaves the prediction as it is, 0 forgets the class, at all noise levels and in all channels, and

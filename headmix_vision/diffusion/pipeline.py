@@ -52,7 +52,7 @@ class VideoPipelineOutput(BaseOutput):
 
 @dataclass(frozen=True)
 class _Drawing:
-    """What holds for all that one call of a pipeline draws; see `HeadMixDiTPipeline.__call__`."""
+    """Settings of one call of a pipeline; see `HeadMixDiTPipeline.__call__`."""
 
     labels: Tensor | None
     num_steps: int

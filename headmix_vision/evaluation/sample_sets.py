@@ -62,7 +62,7 @@ class ClipSampling:
         choice: `first`: the first ones by name; `random`: any, by the seed.
         mirror: Score each clip a second time, mirrored.
         skip_short: Leave out clips of fewer than `frames` x `stride` frames, and count them; otherwise an error.
-        seed: Of what is random.
+        seed: Seed of the random choices.
 
     Raises:
         InputError: A number below 1.

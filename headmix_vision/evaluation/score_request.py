@@ -286,7 +286,7 @@ class MovingDigitsRequest(Evaluation):
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeRequest(Evaluation):
-    """Request for what frozen features of a model know of labels.
+    """Request for k-NN and linear-probe scores of a model's frozen features.
 
     Args:
         model: A run directory, `.ckpt`, export, a model of timm that comes with weights, or `local-dir:` with a folder

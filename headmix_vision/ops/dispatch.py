@@ -313,7 +313,7 @@ RUNS: dict[Any, Call] = {}  # the function of each op
 
 
 def _are_calls_replayed() -> bool:
-    """Return whether the environment variable ``HEADMIX_VISION_REPLAY`` asks for it, where kernels are compiled.
+    """Return whether ``HEADMIX_VISION_REPLAY`` asks to replay calls; False under Triton's interpreter.
 
     Raises:
         InputError: if the variable is neither 0 nor 1.
@@ -335,7 +335,7 @@ def register(name: str, run: Call, fake: Call, record: Call | None = None, kerne
 
     Compilers replace it, after they have derived its gradients. If ``record`` can, it puts its launches into the graph.
     Else the graph calls the op ``<name>_kernels``, which runs the same function but has no gradients: a call of it
-    costs less.
+    costs less. ``HEADMIX_VISION_REPLAY=1`` replays such calls; see ``replay.py``.
 
     Args:
         name: of the op.

@@ -7,11 +7,13 @@ and ops of PyTorch. They are replayed for this and all later calls of the kind.
 
 Calls have the same kind if all that they may depend on agrees: the state of the thread (autocast, inference mode),
 whether autograd records, settings, and for each tensor its dispatch keys, type, device, shape, strides, address modulo
-16, and whether it is another argument, too. What compiled graphs call is replayed as eager calls are. Calls that Python
-has to see stay ordinary ones: under compilers, tracers, dispatch modes and transformations of torch.func, of subclasses
-of tensors, in forward-mode differentiation, in the capture of a CUDA graph, and in a backward pass that autograd
-records. So do calls that cannot be recorded; a warning says why. Compiled autograd cannot trace the backward pass of a
-replayed call.
+16, and whether it is another argument, too. Compiled graphs call the ops, and these calls are replayed as eager ones
+are. Graphs that launch the kernels themselves (``HEADMIX_VISION_COMPILED=inline``) have no such calls.
+
+Calls that Python has to see stay ordinary ones: while a compiler or tracer runs them, under dispatch modes and
+transformations of torch.func, of subclasses of tensors, in forward-mode differentiation, in the capture of a CUDA
+graph, and in a backward pass that autograd records. So do calls that cannot be recorded; a warning says why. Compiled
+autograd cannot trace the backward pass of a replayed call.
 """
 
 from __future__ import annotations
@@ -203,7 +205,7 @@ def _calls(ordinary: Call, run: Call, plan: Call) -> Call:
 
 
 def replayed_in_graphs(run: Call) -> Call:
-    """Return a function that replays ``run``, which has no gradients and is called below autograd, or calls it."""
+    """Return a function that replays ``run``, as compiled graphs call it: without gradients, below autograd."""
 
     def plan_call(*args: Any) -> Any:
         tape, results = _tape(run, args, [x for x in args if isinstance(x, Tensor)])

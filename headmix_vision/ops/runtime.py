@@ -60,7 +60,7 @@ _forget: list[Callable[[], None]] = []
 
 
 class Layout(NamedTuple):
-    """What a launch may depend on of a tensor: all but its values and its address.
+    """Part of a launch's cache key that one tensor gives: shape, strides, dtype, device and alignment.
 
     Attributes:
         aligned: whether the address is a multiple of 16 bytes.

@@ -83,7 +83,7 @@ class _Job:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """What pixels depend on; a folder holds samples of one such set."""
+        """Settings that pixels depend on; a folder holds samples of one set of them."""
         about, scheduler = self.about, json.loads(self.pipeline.scheduler.to_json_string())
         autoencoder = about["vae"] and {name: value for name, value in about["vae"].items() if name != "source"}
         return {

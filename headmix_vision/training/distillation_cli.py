@@ -20,7 +20,7 @@ from headmix_vision.training.sharding import ShardedStrategy
 
 
 class _OfTeacher(RunCLI):
-    """What distillations share."""
+    """Base class of the command lines of distillation."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """As `RunCLI` says; under DDP some weights have no gradient, while attention layers learn alone.

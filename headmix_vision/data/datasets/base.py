@@ -179,7 +179,7 @@ class Source(ABC):
     in_memory = False
     """Whether reading costs nothing, so that loaders need no worker processes."""
     what = "image"
-    """What to call a sample in messages."""
+    """Name of a sample in messages."""
     shard_sizes: Sequence[int] | None = None
     """Numbers of samples that lie together in a file, in their order; None where each has a file of its own."""
     bucket_sizes: Sequence[int] | None = None

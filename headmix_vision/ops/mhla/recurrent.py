@@ -21,7 +21,7 @@ _CPU = torch.empty(0)
 
 
 class MHLAState(NamedTuple):
-    """What causal MHLA keeps of the tokens that it has taken: B H M D (Dv + 1) numbers, whatever their number.
+    """State of causal MHLA after the tokens so far: B H M D (Dv + 1) numbers, whatever the number of tokens.
 
     Attributes:
         summaries: [B, H, M, D, Dv], or Dv + 1 for the normalizer ``"paper"``, whose last column is z: the sums over the

@@ -35,7 +35,7 @@ class LearningCurves(Callback):
 
     Args:
         path: The picture.
-        rows: Gives the logged metrics, one dictionary per row.
+        rows: Returns the logged metrics, one dictionary per row.
         panels: What each panel shows, and its metrics.
         needs: The metric without which nothing is drawn.
         min_interval_s: Least time before a drawing during training, from the start or the one before, in seconds;

@@ -1,4 +1,4 @@
-"""What Gluon kernels do with tiles: layouts, products, and the weights of pairs of tokens.
+"""Tiles of Gluon kernels: layouts, products, and the weights of pairs of tokens.
 
 A head is an item of the batch and its head; a tensor is its address and strides over 8.
 """
