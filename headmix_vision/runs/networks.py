@@ -118,12 +118,22 @@ def create_network(
 
 
 def _sized(network: nn.Module, img_size: Any) -> nn.Module:
-    """Put an image size into timm's configuration where the network does not tell its own (NaFlexVit, MaxViT)."""
-    told: Any = getattr(getattr(network, "patch_embed", None), "img_size", None)
+    """Put an image size into timm's configuration where the network does not tell its own (NaFlexVit, MaxViT).
+
+    Raises:
+        InputError: If a model of images of any size cannot cut images of this one into patches.
+    """
+    if img_size is None:
+        return network
+    embed: Any = getattr(network, "patch_embed", getattr(network, "embeds", None))
     config = cast("dict[str, Any]", network.pretrained_cfg)
-    if img_size is not None and told is None and "input_size" in config:
-        sides = [img_size] * 2 if isinstance(img_size, int) else img_size
+    sides = [img_size] * 2 if isinstance(img_size, int) else img_size
+    if getattr(embed, "img_size", None) is None and "input_size" in config:
         config["input_size"] = (config["input_size"][0], *sides)
+    takes_all = getattr(embed, "strict_img_size", False) or getattr(embed, "dynamic_img_pad", True)
+    if not takes_all and any(side % patch for side, patch in zip(sides, embed.patch_size, strict=True)):
+        patch = "x".join(map(str, embed.patch_size))
+        raise InputError(f"model.img_size={img_size} must be a multiple of the patch size {patch} of this model")
     return network
 
 
