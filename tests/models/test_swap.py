@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -563,6 +564,19 @@ def test_runs_start_from_weights_before_and_after_a_swap(tmp_path):
     after = create_network("swapped", 5, 64, arguments, str(tmp_path / "after.safetensors"))
     assert torch.equal(after.eval()(images()), before.eval()(images()))
     assert create_network("swapped", 3, 64, arguments, str(tmp_path / "after.safetensors"), True).num_classes == 3
+
+
+def test_the_refusal_of_a_folder_names_the_options_that_train_on_with_it(tmp_path):
+    model = create(pretrained_cfg_overlay={"mean": (0.1, 0.2, 0.3)})
+    swap_attention(model, "mhla", [1], block_grid=2)
+    save_pretrained(model, tmp_path)
+    with pytest.raises(InputError, match=r"must be a name of timm, not a folder: give --model.name swapped") as error:
+        create_network(f"local-dir:{tmp_path}")
+    words = shlex.split(str(error.value).partition("give ")[2])
+    options = {name.removeprefix("--model."): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    plain = {name: value if name in ("name", "checkpoint") else json.loads(value) for name, value in options.items()}
+    network = create_network(**plain).eval()
+    assert torch.equal(network(images()), model(images())) and network.pretrained_cfg["mean"] == [0.1, 0.2, 0.3]
 
 
 @pytest.mark.parametrize("kind", ["ViT", "DeiT", "Dinov2", "Dinov2WithRegisters", "DINOv3ViT"])
