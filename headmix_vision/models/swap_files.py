@@ -150,9 +150,11 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     if not config or not config.get("architecture") or arguments is None:
         raise InputError(
             f"{type(model).__name__} was not made by timm.create_model: its arguments are not known, and it could not"
-            " be opened again."
+            " be opened again. Save its state_dict(), and load that into a model that is made and swapped alike."
         )
     if "swaps" not in arguments and any(isinstance(module, SwappedAttention) for module in model.modules()):
+        if arguments.get("features_only"):
+            raise InputError("swap and save the model without features_only, and open the folder with features_only.")
         raise InputError("a part of the model was swapped: save this part, or swap the whole model.")
     folder = Path(folder)
     described = _described(model)
