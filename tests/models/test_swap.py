@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -260,6 +261,12 @@ def test_parts_that_peft_copies_follow_the_grid_of_each_call(copied):
     close(adapted.merge_and_unload()(images(96, 32)), expected)
     model.set_input_size((32, 64))
     assert model(images(32, 64)).isfinite().all()
+
+
+def test_whole_numbers_of_numpy_are_saved(tmp_path):
+    model = create(depth=1)
+    swap_attention(model, "mhla", [np.int64(0)], block_grid=np.int64(2))
+    save_pretrained(model, tmp_path)
 
 
 def test_a_layer_in_several_places_is_swapped_in_all():
