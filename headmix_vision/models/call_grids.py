@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from headmix_vision.errors import pair
+from headmix_vision.errors import InputError, pair
 
 
 class CallGrid:
@@ -26,10 +28,36 @@ class CallGrid:
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.trained: dict[int, tuple[tuple[int, ...], ...]] = {}  # grids without a backward pass, by their size
+        self.waits = True
+
+    def note(self, shape: tuple[int, ...]) -> None:
+        """Note the grid of a call that may have a backward pass."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        trained, count = self.trained if self.waits else {}, math.prod(shape)
+        self.trained = {**trained, count: (*{*trained.get(count, ()), shape},)}
+        self.waits = True
+
+    def of_backward(self, count: int) -> tuple[int, ...]:
+        """Return the grid of a layer that gradient checkpointing computes again, by its number of tokens."""
+        self.waits = False
+        shape, *others = self.trained.get(count) or (self.shape,)
+        if others:
+            raise InputError(
+                f"gradient checkpointing cannot tell grids of {count} tokens apart: run the backward pass of one before"
+                " the model is called on another."
+            )
+        return shape
 
     @property
     def embed(self) -> Any:
         """The patch embedding that the model has now."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The grid of the current call."""
         raise NotImplementedError
 
     def attach(self) -> None:
@@ -66,6 +94,7 @@ class ImageGrid(CallGrid):
     def __call__(self, embed: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
         if not self.embed.strict_img_size:
             self.seen = tuple(self.embed.dynamic_feat_size(inputs[0].shape[-2:]))
+            self.note(self.seen)
 
 
 class PixelGrid(CallGrid):
@@ -80,11 +109,15 @@ class PixelGrid(CallGrid):
         super().__init__(model)
         self.mask_axes = 0
         self.patch = pair("patch_size", model.config.patch_size)
-        self.shape = self._of(pair("image_size", model.config.image_size))
+        self.seen = self._of(pair("image_size", model.config.image_size))
 
     @property
     def embed(self) -> Any:
         return self.model.embeddings.patch_embeddings
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.seen
 
     def attach(self) -> None:
         super().attach()
@@ -99,7 +132,8 @@ class PixelGrid(CallGrid):
         self.mask_axes = 0 if mask is None else mask.ndim
 
     def __call__(self, embed: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
-        self.shape = self._of(inputs[0].shape[-2:])
+        self.seen = self._of(inputs[0].shape[-2:])
+        self.note(self.seen)
 
     def _of(self, size: Sequence[int]) -> tuple[int, ...]:
         return size[0] // self.patch[0], size[1] // self.patch[1]

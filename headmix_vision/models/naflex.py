@@ -36,6 +36,8 @@ class NaFlexGrid(CallGrid):
 
     def __call__(self, embed: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> None:
         self._shape = None if output[1] is None else tuple(output[1])
+        if self._shape is not None:
+            self.note(self._shape)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -172,8 +172,8 @@ def swap_attention(
     follows ``set_input_size`` and ``dynamic_img_size``. NaFlexVit takes batches of pictures of several grids, with
     ``patch_coord`` and ``patch_valid``: each picture has the outputs that it has alone. With ``dynamic_img_size`` call
     the model from one thread at a time, and with gradient checkpointing run the backward pass before a forward pass on
-    another size. Rotary positions rotate features in the numerator and not in the denominator. Models of transformers
-    take padding as ``attention_mask`` [B, N].
+    another grid of as many tokens. Rotary positions rotate features in the numerator and not in the denominator. Models
+    of transformers take padding as ``attention_mask`` [B, N].
 
     >>> import timm, headmix_vision
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=3)  # pretrained=True: with its weights

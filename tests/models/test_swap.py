@@ -354,6 +354,25 @@ def test_gradient_checkpointing_changes_nothing():
     close(*gradients)
 
 
+def test_gradient_checkpointing_finds_the_grid_of_each_call():
+    model = create(dynamic_img_size=True).train()
+    swap_attention(model, "mhla", block_grid=2)
+    gradients = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        loss = model(images(64, 64)).square().sum() + model(images(32, 32)).square().sum()
+        with torch.no_grad():
+            model(images(32, 128))
+        loss.backward()
+        gradients.append(model.blocks[0].attn.core.mixing.weight.grad)
+    close(*gradients)
+    loss = model(images(96, 32)).sum() + model(images(32, 96)).sum()
+    with pytest.raises(InputError, match="gradient checkpointing cannot tell grids of 12 tokens apart"):
+        loss.backward()
+    model(images(96, 32)).sum().backward()
+
+
 def test_mixing_matrices_are_not_decayed():
     model = create()
     swap_attention(model, "mhla", block_grid=2)
