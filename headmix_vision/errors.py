@@ -107,7 +107,7 @@ def per_axis(name: str, value: Any, axes: int, least: int = 1) -> tuple[int, ...
         raise InputError(f"{name} must be one whole number or {('two', 'three')[axes - 2]}, got {value!r}.")
     for number in numbers:
         check_counts(least, **{name: number})
-    return numbers
+    return tuple(map(int, numbers))  # whole numbers of NumPy are no JSON
 
 
 def pair(name: str, value: Any, least: int = 1) -> tuple[int, int]:

@@ -649,7 +649,7 @@ SLIPS = [
     ),
     Slip(
         "the grid follows the images",
-        "models/swap.py",
+        "models/call_grids.py",
         "self.seen = tuple(self.embed.dynamic_feat_size(inputs[0].shape[-2:]))",
         "pass",
         "tests/models/test_swap.py -k grid_follows",

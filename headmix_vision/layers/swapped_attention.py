@@ -35,6 +35,9 @@ class GridOfCall(Protocol):
     def varies(self) -> bool:
         """Whether samples of a call may have grids of their own, which the mask then carries."""
 
+    def of_backward(self, count: int) -> tuple[int, ...]:
+        """Return the grid of so many tokens whose backward pass runs."""
+
 
 @dataclass(frozen=True)
 class Names:
@@ -224,8 +227,14 @@ class SwappedAttention(HeadMixAttention):
             rotation = self._rotation(sin, cos)
         if grid is None and attn_mask is not None and self.grid_of_call.varies:
             return self._of_samples(x, attn_mask, is_causal, rotation, key_mask)
-        grid = self.grid_of_call.shape if grid is None else grid
+        grid = self._current_grid(x.shape[1]) if grid is None else grid
         return super().forward(x, attn_mask, is_causal, grid, rotation, key_mask)
+
+    def _current_grid(self, tokens: int) -> tuple[int, ...]:
+        """Return the grid of the call; in a backward pass, which computes layers again, that of the call before."""
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() < 0:
+            return self.grid_of_call.shape
+        return self.grid_of_call.of_backward(tokens - self.grid.num_prefix_tokens)
 
     @torch.compiler.disable  # each batch has other grids, for each of which it would compile anew
     def _of_samples(

@@ -12,25 +12,32 @@ from torch import Tensor, nn
 
 from headmix_vision.errors import InputError
 from headmix_vision.layers.padding import mask_with_grids
+from headmix_vision.models.call_grids import CallGrid
 from headmix_vision.ops import SampleGrids
 
 
-class NaFlexGrid:
+class NaFlexGrid(CallGrid):
     """Token grid of the images that NaFlexVit was last called with, all of one size.
 
     Args:
-        embed: the embedding of the model, whose forward hook this is.
+        model: the model; this is the forward hook of its embedding.
         shape: the grid before the first call.
     """
 
     varies = True
 
-    def __init__(self, embed: nn.Module, shape: tuple[int, ...]) -> None:
-        self.embed = embed
+    def __init__(self, model: Any, shape: tuple[int, ...]) -> None:
+        super().__init__(model)
         self._shape: tuple[int, ...] | None = shape
+
+    @property
+    def embed(self) -> Any:
+        return self.model.embeds
 
     def __call__(self, embed: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> None:
         self._shape = None if output[1] is None else tuple(output[1])
+        if self._shape is not None:
+            self.note(self._shape)
 
     @property
     def shape(self) -> tuple[int, ...]:

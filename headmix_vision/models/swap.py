@@ -7,12 +7,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from timm.models import beit, eva
 from torch import Tensor, nn
 
 from headmix_vision.errors import InputError, check_counts, check_keywords, is_whole, keywords, pair
 from headmix_vision.layers import HeadMixAttention, undecayed_parameters
 from headmix_vision.layers.swapped_attention import GridOfCall, Names, SwappedAttention
+from headmix_vision.models.call_grids import ImageGrid, PixelGrid
 from headmix_vision.models.naflex import NaFlexEmbeds, NaFlexGrid
 from headmix_vision.ops import TokenGrid
 
@@ -60,7 +62,18 @@ class _SwappedTransformersAttention(SwappedAttention):
         if position_embeddings is not None:
             cos, sin = position_embeddings
             rotation = self._rotation(sin, cos)
-        return super().forward(hidden_states, attention_mask, rotation=rotation), None
+        mask = None if attention_mask is None else self._of_keys(attention_mask)
+        return super().forward(hidden_states, mask, rotation=rotation), None
+
+    def _of_keys(self, mask: Tensor) -> Tensor | None:
+        """Return one row of a mask [B, 1, N, N] that transformers made of the padding [B, N]; None without padding."""
+        if mask.ndim != 4 or mask.shape[1] != 1:
+            return mask
+        row = mask[:, :, :1]
+        if torch.compiler.is_compiling():
+            axes = cast(PixelGrid, self.grid_of_call).mask_axes
+            return None if axes == 0 else row if axes == 2 else mask
+        return row if bool((mask == row).all()) else mask
 
 
 _HF = Names("num_attention_heads", ("q_proj", "k_proj", "v_proj"), "o_proj", "attention_dropout")
@@ -159,7 +172,8 @@ def swap_attention(
     follows ``set_input_size`` and ``dynamic_img_size``. NaFlexVit takes batches of pictures of several grids, with
     ``patch_coord`` and ``patch_valid``: each picture has the outputs that it has alone. With ``dynamic_img_size`` call
     the model from one thread at a time, and with gradient checkpointing run the backward pass before a forward pass on
-    another size. Rotary positions rotate features in the numerator and not in the denominator.
+    another grid of as many tokens. Rotary positions rotate features in the numerator and not in the denominator. Models
+    of transformers take padding as ``attention_mask`` [B, N].
 
     >>> import timm, headmix_vision
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=3)  # pretrained=True: with its weights
@@ -205,11 +219,14 @@ def swap_attention(
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
     before = dict(model.named_parameters())
-    for name, layer in new.items():
-        model.set_submodule(name, layer)
+    swaps = {found[name]: layer for name, layer in new.items()}
+    for module in [*model.modules()]:
+        for name, child in module._modules.items():  # a layer may stand in several places
+            if child in swaps:
+                setattr(module, name, swaps[child])
     for owner, module in modules.items():
         grid_of_call = grids[owner][0]
-        grid_of_call.embed.register_forward_hook(grid_of_call)
+        grid_of_call.attach()
         if isinstance(grid_of_call, NaFlexGrid):
             module._forward_embeds = NaFlexEmbeds(module)  # type: ignore[assignment]
         _leave_out_shared_bias(module)
@@ -321,52 +338,19 @@ def _name_of(layer: object, numbered: list[str], found: Collection[str], kept: d
     )
 
 
-class _ImageGrid:
-    """Token grid of the images that timm's patch embedding was last called with."""
-
-    varies = False
-
-    def __init__(self, embed: Any) -> None:
-        self.embed, self.seen = embed, tuple(embed.grid_size)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.embed.grid_size) if self.embed.strict_img_size else self.seen
-
-    def __call__(self, embed: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
-        if not self.embed.strict_img_size:
-            self.seen = tuple(self.embed.dynamic_feat_size(inputs[0].shape[-2:]))
-
-
-class _PixelGrid:
-    """Token grid of the images that the patch embedding of transformers was last called with."""
-
-    varies = False
-
-    def __init__(self, embed: nn.Module, config: Any) -> None:
-        self.embed, self.patch = embed, pair("patch_size", config.patch_size)
-        self.shape = self._of(pair("image_size", config.image_size))
-
-    def __call__(self, embed: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
-        self.shape = self._of(inputs[0].shape[-2:])
-
-    def _of(self, size: Sequence[int]) -> tuple[int, ...]:
-        return size[0] // self.patch[0], size[1] // self.patch[1]
-
-
 def _grid_of(module: Any) -> tuple[Any, int] | None:
     """Return the token grid of a model and the number of its prefix tokens; None where it is not known."""
     embed: Any = getattr(module, "patch_embed", None)
     embeddings: Any = getattr(module, "embeddings", None)
     if getattr(embed, "grid_size", None) and hasattr(embed, "strict_img_size") and hasattr(module, "num_prefix_tokens"):
-        return _ImageGrid(embed), module.num_prefix_tokens
+        return ImageGrid(module), module.num_prefix_tokens
     if _class_of(module) == "timm.models.naflexvit.NaFlexVit":
         shape = module.embeds.pos_embed_grid_size or module.embeds.default_grid_size
-        return NaFlexGrid(module.embeds, tuple(shape)), module.num_prefix_tokens
+        return NaFlexGrid(module, tuple(shape)), module.num_prefix_tokens
     if hasattr(embeddings, "patch_embeddings") and hasattr(getattr(module, "config", None), "patch_size"):
         tokens = (getattr(embeddings, name, None) for name in ("cls_token", "register_tokens", "distillation_token"))
         prefix = sum(token.shape[1] for token in tokens if token is not None)
-        return _PixelGrid(embeddings.patch_embeddings, module.config), prefix
+        return PixelGrid(module), prefix
     return None
 
 

@@ -20,7 +20,14 @@ from typing import Any
 
 import timm
 import torch
-from timm.models import build_model_with_cfg, generate_default_cfgs, is_model, model_entrypoint, register_model
+from timm.models import (
+    build_model_with_cfg,
+    generate_default_cfgs,
+    is_model,
+    load_state_dict,
+    model_entrypoint,
+    register_model,
+)
 from timm.models._builder import resolve_pretrained_cfg
 from timm.models._hub import save_config_for_hf
 from torch import Tensor, nn
@@ -36,6 +43,7 @@ from headmix_vision.models.swap import SWAPPED, as_swaps, swap_attention
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _NEW = re.compile(r"\.(core|head_mix|output_norm|cpe|lepe)\.")  # in names of parameters that a swap adds
+_ADAPTED = re.compile(r"\.(base_layer|original_module)\.")  # in names of weights that peft has wrapped
 _FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -65,12 +73,12 @@ def swapped(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         raise InputError("swaps is empty: it must be a core, arguments of swap_attention, or a list of such.")
     given, overlay = kwargs.pop("pretrained_cfg", None), kwargs.pop("pretrained_cfg_overlay", None)
     if isinstance(given, dict) and given.get("source") in ("local-dir", "hf-hub"):
-        config, is_swapped = given, True
+        config, is_swapped = resolve_pretrained_cfg(SWAPPED, given, overlay).to_dict(), True
     else:
         if isinstance(given, dict) and given.get("architecture") == SWAPPED:
             given = None  # timm's default for a name without weights
         config = resolve_pretrained_cfg(architecture, given, overlay).to_dict()
-        is_swapped = any(_NEW.search(name) for name in config.get("state_dict") or ())
+        is_swapped = pretrained and any(_NEW.search(name) for name in _stored(config))
     create = model_entrypoint(architecture)
     module = vars(sys.modules[create.__module__])
     before = {} if is_swapped else {"pretrained": pretrained, "pretrained_cfg": config}
@@ -91,6 +99,16 @@ def swapped(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         **kwargs,
     )
     return made
+
+
+def _stored(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the weights that timm would load, if they are at hand."""
+    if config.get("state_dict"):
+        state: Mapping[str, Any] = config["state_dict"]
+        return state
+    if config.get("file") and not config.get("custom_load"):
+        return load_state_dict(config["file"])
+    return {}
 
 
 def swapped_architecture(arguments: Mapping[str, Any]) -> str:
@@ -132,9 +150,11 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     if not config or not config.get("architecture") or arguments is None:
         raise InputError(
             f"{type(model).__name__} was not made by timm.create_model: its arguments are not known, and it could not"
-            " be opened again."
+            " be opened again. Save its state_dict(), and load that into a model that is made and swapped alike."
         )
     if "swaps" not in arguments and any(isinstance(module, SwappedAttention) for module in model.modules()):
+        if arguments.get("features_only"):
+            raise InputError("swap and save the model without features_only, and open the folder with features_only.")
         raise InputError("a part of the model was swapped: save this part, or swap the whole model.")
     folder = Path(folder)
     described = _described(model)
@@ -158,6 +178,8 @@ def _described(model: nn.Module) -> bytes:
         for name, module in opened.named_modules():
             if isinstance(module, MixingMatrix):
                 state[f"{name}.block_grid"] = torch.tensor(module.blocks.block_grid)
+        if adapted := next(filter(_ADAPTED.search, model.state_dict()), None):
+            raise InputError(f"{adapted} belongs to an adapter: save what merge_and_unload() of peft returns.")
         if difference := _difference(model.state_dict(), state, "in the model"):
             raise InputError(
                 f"{type(model).__name__} was changed after timm.create_model made it, and could not be opened again:"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
+import shlex
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from headmix_vision.models import HeadMixDiT
 
 
+PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")  # of images, in a configuration of timm
 LOCAL = "local-dir:"  # as timm names folders
 _SOURCES = ("pretrained", "checkpoint_path", "cache_dir")
 _GENERATORS = "dit_"
@@ -118,12 +121,22 @@ def create_network(
 
 
 def _sized(network: nn.Module, img_size: Any) -> nn.Module:
-    """Put an image size into timm's configuration where the network does not tell its own (NaFlexVit, MaxViT)."""
-    told: Any = getattr(getattr(network, "patch_embed", None), "img_size", None)
+    """Put an image size into timm's configuration where the network does not tell its own (NaFlexVit, MaxViT).
+
+    Raises:
+        InputError: If a model of images of any size cannot cut images of this one into patches.
+    """
+    if img_size is None:
+        return network
+    embed: Any = getattr(network, "patch_embed", getattr(network, "embeds", None))
     config = cast("dict[str, Any]", network.pretrained_cfg)
-    if img_size is not None and told is None and "input_size" in config:
-        sides = [img_size] * 2 if isinstance(img_size, int) else img_size
+    sides = [img_size] * 2 if isinstance(img_size, int) else img_size
+    if getattr(embed, "img_size", None) is None and "input_size" in config:
         config["input_size"] = (config["input_size"][0], *sides)
+    takes_all = getattr(embed, "strict_img_size", False) or getattr(embed, "dynamic_img_pad", True)
+    if not takes_all and any(side % patch for side, patch in zip(sides, embed.patch_size, strict=True)):
+        patch = "x".join(map(str, embed.patch_size))
+        raise InputError(f"model.img_size={img_size} must be a multiple of the patch size {patch} of this model")
     return network
 
 
@@ -253,6 +266,8 @@ def without_sources(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _check_name(name: str, *, generator: bool) -> None:
     """Refuse names that timm does not know, also behind a dot, and names of the other family of models."""
+    if name.startswith(LOCAL) and not generator:
+        raise InputError(f"model.name must be a name of timm, not a folder: give {_options_of(name)}")
     architecture, dot, tag = name.partition(".")
     if not timm.is_model(architecture):
         hint = suggest(name, timm.list_models(), "timm.list_models() lists the known ones", most=3)
@@ -265,6 +280,26 @@ def _check_name(name: str, *, generator: bool) -> None:
         kind, use = ("classifier", "train-cls") if generator else ("generator", "train-gen")
         other = "are named" if generator else "are not named"
         raise InputError(f"{name} is a {kind}, which headmix {use} trains; here models {other} {_GENERATORS}...")
+
+
+def _options_of(source: str) -> str:
+    """Return the options that train on with the model of a folder of timm."""
+    folder = Path(source.removeprefix(LOCAL))
+    path = str(folder / "config.json")
+    wanted = {"architecture": str, "model_args": dict | None, "pretrained_cfg": dict | None, "num_classes": int}
+    found = check_fields(path, read_json(path), wanted)
+    name, stated = found["architecture"], found["pretrained_cfg"] or {}
+    arguments = {"num_classes": found["num_classes"], **without_sources(found["model_args"] or {})}
+    if timm.is_model(name):
+        own = {key: configured(name, arguments, key) for key in PREPROCESSING if stated.get(key) is not None}
+        changed = {key: stated[key] for key, value in own.items() if json.dumps(value) != json.dumps(stated[key])}
+        if changed:
+            arguments["pretrained_cfg_overlay"] = changed
+    sizes: dict[str, Any] = {key: arguments.pop(key) for key in ("num_classes", "img_size") if key in arguments}
+    weights = str(folder / "model.safetensors")
+    options: dict[str, Any] = {"name": name, **sizes, "model_args": arguments, "checkpoint": weights}
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in options.items()}
+    return " ".join(f"--model.{key} {shlex.quote(text)}" for key, text in texts.items())
 
 
 def _create(name: str, arguments: dict[str, Any]) -> nn.Module:

@@ -26,10 +26,9 @@ from headmix_vision.runs.checkpoints import (
     read_checkpoint,
 )
 from headmix_vision.runs.directory import CHECKPOINTS
-from headmix_vision.runs.networks import LOCAL, create_network, export_arguments, without_sources
+from headmix_vision.runs.networks import LOCAL, PREPROCESSING, create_network, export_arguments, without_sources
 
 _WEIGHTS = "model.safetensors"
-_PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
 _ACTIVATIONS = ("gelu", "gelu_python")
 
 
@@ -146,7 +145,7 @@ def _open_folder(folder: Path, img_size: Any) -> Made:
 
 def _preprocessing(where: str, found: dict[str, Any]) -> dict[str, Any]:
     """Return what a folder says of the preparation of its images, checked."""
-    found = {name: value for name, value in found.items() if name in _PREPROCESSING and value is not None}
+    found = {name: value for name, value in found.items() if name in PREPROCESSING and value is not None}
     for name in found.keys() & {"mean", "std"}:
         numbers = found[name] if isinstance(found[name], list) else [found[name]]
         check_counts(1, 3, **{f"the length of {name} in {where}": len(numbers)})

@@ -269,6 +269,8 @@ class DistilledClassifier(ImageClassifier):
             name: value for name, value in student.arguments.items() if name not in ("num_classes", "img_size")
         }
         own_classes = int(made.network.num_classes)  # type: ignore[arg-type]
+        if self.labelled and num_classes is None and own_classes < 2:
+            raise InputError("the teacher has no classifier: set model.num_classes to the number of classes")
         super().__init__(
             student.name,
             own_classes if num_classes is None else num_classes,
@@ -340,8 +342,9 @@ class DistilledClassifier(ImageClassifier):
     def setup(self, stage: str) -> None:
         """Compare the model with the data; see `ImageClassifier`."""
         super().setup(stage)
-        if stage in ("test", "predict") and self.num_classes < 2:
-            raise InputError(f"{stage} needs a classifier, and the student has none: set model.num_classes")
+        for command in ("test", "predict"):
+            if stage == command and self.num_classes < 2:
+                raise InputError(f"{command} needs a classifier, and the student has none")
 
     def on_train_start(self) -> None:
         """Start as every training does, limited to the stages that are left."""

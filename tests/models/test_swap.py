@@ -2,10 +2,12 @@
 
 import copy
 import json
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -247,6 +249,33 @@ def test_the_grid_follows_each_call(family):
     assert fixed(images(32, 64)).isfinite().all()
 
 
+@pytest.mark.parametrize("copied", ["patch_embed", "attn"])
+def test_parts_that_peft_copies_follow_the_grid_of_each_call(copied):
+    peft = pytest.importorskip("peft")
+    model = create(dynamic_img_size=True)
+    swap_attention(model, "mhla", block_grid=2)
+    expected = model(images(96, 32))
+    model(images())
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["fc1"], modules_to_save=[copied])).eval()
+    close(adapted(images(96, 32)), expected)
+    close(adapted.merge_and_unload()(images(96, 32)), expected)
+    model.set_input_size((32, 64))
+    assert model(images(32, 64)).isfinite().all()
+
+
+def test_whole_numbers_of_numpy_are_saved(tmp_path):
+    model = create(depth=1)
+    swap_attention(model, "mhla", [np.int64(0)], block_grid=np.int64(2))
+    save_pretrained(model, tmp_path)
+
+
+def test_a_layer_in_several_places_is_swapped_in_all():
+    model = create()
+    model.blocks[1].attn = model.blocks[0].attn
+    assert swap_attention(model, "linear").layers == ["blocks.0.attn"]
+    assert model.blocks[1].attn is model.blocks[0].attn and isinstance(model.blocks[1].attn, SwappedAttention)
+
+
 def test_timm_takes_features_from_a_saved_model(tmp_path):
     model = create("vit_small_patch14_reg4_dinov2")
     swap_attention(model, "mhla", block_grid=2)
@@ -282,6 +311,13 @@ def test_timm_makes_a_swapped_model_by_its_name(tmp_path):
     assert timm.create_model(**resolved).patch_embed.grid_size == (4, 4)
     resolved = timm.models.resolve_model_input_args(f"local-dir:{tmp_path}", {"img_size": 96})
     assert timm.create_model(pretrained=True, **resolved).patch_embed.grid_size == (6, 6)
+    overlay = {"mean": (0.1, 0.2, 0.3)}
+    opened = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, pretrained_cfg_overlay=overlay)
+    assert opened.pretrained_cfg["mean"] == (0.1, 0.2, 0.3)
+    overlay = {"file": str(tmp_path / "model.safetensors"), "num_classes": 5}
+    request = {"architecture": "vit_tiny_patch16_224", "swaps": swaps, **SIZES}
+    opened = timm.create_model("swapped", pretrained=True, pretrained_cfg_overlay=overlay, **request).eval()
+    assert torch.equal(opened(images()), model.eval()(images()))
 
 
 @pytest.mark.slow
@@ -316,6 +352,25 @@ def test_gradient_checkpointing_changes_nothing():
         model(images()).square().sum().backward()
         gradients.append(model.blocks[0].attn.core.A_log.grad)
     close(*gradients)
+
+
+def test_gradient_checkpointing_finds_the_grid_of_each_call():
+    model = create(dynamic_img_size=True).train()
+    swap_attention(model, "mhla", block_grid=2)
+    gradients = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        loss = model(images(64, 64)).square().sum() + model(images(32, 32)).square().sum()
+        with torch.no_grad():
+            model(images(32, 128))
+        loss.backward()
+        gradients.append(model.blocks[0].attn.core.mixing.weight.grad)
+    close(*gradients)
+    loss = model(images(96, 32)).sum() + model(images(32, 96)).sum()
+    with pytest.raises(InputError, match="gradient checkpointing cannot tell grids of 12 tokens apart"):
+        loss.backward()
+    model(images(96, 32)).sum().backward()
 
 
 def test_mixing_matrices_are_not_decayed():
@@ -464,7 +519,7 @@ def test_models_that_cannot_be_opened_again_are_not_saved(tmp_path):
         save_pretrained(model, tmp_path)
     wrapped = create(features_only=True, out_indices=[0, 1])
     swap_attention(wrapped, "linear")
-    with pytest.raises(InputError, match="a part of the model was swapped"):
+    with pytest.raises(InputError, match="swap and save the model without features_only"):
         save_pretrained(wrapped, tmp_path)
     with pytest.raises(InputError, match=r"norm_layer.* is not serializable"):
         save_pretrained(create(norm_layer=nn.LayerNorm), tmp_path)
@@ -475,6 +530,10 @@ def test_models_that_cannot_be_opened_again_are_not_saved(tmp_path):
     changed.blocks[0].attn.set_block_grid((1, 4))  # the same number of blocks
     with pytest.raises(InputError, match=r"changed after .* of shape \(1, 4\) in the model and of shape \(2, 2\) as"):
         save_pretrained(changed, tmp_path)
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(create(depth=1), peft.LoraConfig(target_modules=["qkv"]))
+    with pytest.raises(InputError, match=r"belongs to an adapter: save what merge_and_unload\(\) of peft returns"):
+        save_pretrained(adapted, tmp_path)
     changed = create(depth=1)
     changed.head = nn.Linear(32, 3)
     with pytest.raises(InputError, match=r"changed after .*: head.bias is of shape \(3,\) in the model"):
@@ -533,6 +592,19 @@ def test_runs_start_from_weights_before_and_after_a_swap(tmp_path):
     assert create_network("swapped", 3, 64, arguments, str(tmp_path / "after.safetensors"), True).num_classes == 3
 
 
+def test_the_refusal_of_a_folder_names_the_options_that_train_on_with_it(tmp_path):
+    model = create(pretrained_cfg_overlay={"mean": (0.1, 0.2, 0.3)})
+    swap_attention(model, "mhla", [1], block_grid=2)
+    save_pretrained(model, tmp_path)
+    with pytest.raises(InputError, match=r"must be a name of timm, not a folder: give --model.name swapped") as error:
+        create_network(f"local-dir:{tmp_path}")
+    words = shlex.split(str(error.value).partition("give ")[2])
+    options = {name.removeprefix("--model."): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    plain = {name: value if name in ("name", "checkpoint") else json.loads(value) for name, value in options.items()}
+    network = create_network(**plain).eval()
+    assert torch.equal(network(images()), model(images())) and network.pretrained_cfg["mean"] == [0.1, 0.2, 0.3]
+
+
 @pytest.mark.parametrize("kind", ["ViT", "DeiT", "Dinov2", "Dinov2WithRegisters", "DINOv3ViT"])
 def test_models_of_transformers_compute_what_they_computed(kind):
     transformers = pytest.importorskip("transformers")
@@ -555,3 +627,41 @@ def test_models_of_transformers_compute_what_they_computed(kind):
     assert model(images(*size)).last_hidden_state.isfinite().all()
     with pytest.raises(InputError, match=r"was not made by timm.create_model"):
         headmix_vision.save_pretrained(model, "nowhere")
+
+
+def small_dinov2() -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64, "patch_size": 16}
+    torch.manual_seed(0)
+    return with_large_weights(transformers.Dinov2Model(transformers.Dinov2Config(**sizes)))
+
+
+def test_models_of_transformers_take_padding():
+    model, mask = small_dinov2(), torch.ones(2, 17, dtype=torch.long)
+    mask[0, 9:] = 0
+    softmax = copy.deepcopy(model)
+    swap_attention(softmax, "softmax")
+    close(
+        softmax(images(), attention_mask=mask).last_hidden_state, model(images(), attention_mask=mask).last_hidden_state
+    )
+    swap_attention(model, "linear")
+    masked, plain = model(images(), attention_mask=mask).last_hidden_state, model(images()).last_hidden_state
+    close(masked[1], plain[1])
+    assert not torch.allclose(masked[0], plain[0], atol=1e-3)
+    with pytest.raises(InputError, match="attn_mask and is_causal need the 'softmax' core"):
+        model(images(), attention_mask=torch.ones(2, 1, 17, 17, dtype=torch.bool).tril())
+
+
+@pytest.mark.slow
+def test_models_of_transformers_compile_and_export():
+    model, mask = small_dinov2(), torch.ones(2, 17, dtype=torch.long)
+    mask[0, 9:] = 0
+    swap_attention(model, "mhla", block_grid=2)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    exported = torch.export.export(model, (images(),)).module()
+    for called in (compiled, exported):
+        close(called(images()).last_hidden_state, model(images()).last_hidden_state)
+    close(
+        compiled(images(), attention_mask=mask).last_hidden_state,
+        model(images(), attention_mask=mask).last_hidden_state,
+    )

@@ -10,6 +10,8 @@ import pytest
 import timm
 import torch
 import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from PIL import Image
 
 import headmix_vision
@@ -206,6 +208,19 @@ def test_wrong_options_are_refused_in_one_line(
     assert run("fit", "-c", config, "--run_dir", tmp_path / "run") == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert message in line and not (tmp_path / "run").exists()
+
+
+def test_backbones_and_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    arguments = {**SIZES, "in_chans": 1, "num_classes": 0, "dynamic_img_size": True}
+    headmix_vision.save_pretrained(timm.create_model("vit_tiny_patch16_224", **arguments), tmp_path)
+    with pytest.raises(InputError, match=r"the teacher has no classifier: set model.num_classes"):
+        DistilledClassifier(f"local-dir:{tmp_path}", labelled=True)
+    with pytest.raises(InputError, match=r"model.img_size=9 must be a multiple of the patch size 2x2 of this model"):
+        DistilledClassifier(f"local-dir:{tmp_path}", img_size=9)
+    module = DistilledClassifier(f"local-dir:{tmp_path}", swap_args={"block_grid": 2})
+    module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    with pytest.raises(InputError, match="predict needs a classifier, and the student has none"):
+        module.setup(TrainerFn.PREDICTING)
 
 
 def test_options_of_the_command_line_that_the_stages_decide_are_refused(
