@@ -121,14 +121,12 @@ class PixelGrid(CallGrid):
 
     def attach(self) -> None:
         super().attach()
-        names = [*inspect.signature(type(self.model).forward).parameters]
-        if "attention_mask" in names:
-            self.mask_position = names.index("attention_mask") - 1
-            self.model.register_forward_pre_hook(self.note_mask, with_kwargs=True)
+        self.names = [*inspect.signature(type(self.model).forward).parameters][1:]
+        self.model.register_forward_pre_hook(self.note_mask, with_kwargs=True)
 
     def note_mask(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the mask of a call of the model."""
-        mask = args[self.mask_position] if len(args) > self.mask_position else kwargs.get("attention_mask")
+        mask = dict(zip(self.names, args, strict=False), **kwargs).get("attention_mask")
         self.mask_axes = 0 if mask is None else mask.ndim
 
     def __call__(self, embed: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:

@@ -69,11 +69,10 @@ class _SwappedTransformersAttention(SwappedAttention):
         """Return one row of a mask [B, 1, N, N] that transformers made of the padding [B, N]; None without padding."""
         if mask.ndim != 4 or mask.shape[1] != 1:
             return mask
-        row = mask[:, :, :1]
-        if torch.compiler.is_compiling():
-            axes = cast(PixelGrid, self.grid_of_call).mask_axes
-            return None if axes == 0 else row if axes == 2 else mask
-        return row if bool((mask == row).all()) else mask
+        axes = cast(PixelGrid, self.grid_of_call).mask_axes
+        if axes == 0 and torch.compiler.is_compiling():  # transformers makes one where a compiler looks on
+            return None
+        return mask[:, :, :1] if axes == 2 else mask
 
 
 _HF = Names("num_attention_heads", ("q_proj", "k_proj", "v_proj"), "o_proj", "attention_dropout")

@@ -107,7 +107,7 @@ def _stored(config: Mapping[str, Any]) -> Mapping[str, Any]:
         state: Mapping[str, Any] = config["state_dict"]
         return state
     if config.get("file") and not config.get("custom_load"):
-        return load_state_dict(config["file"])
+        return load_state_dict(config["file"], weights_only=True)
     return {}
 
 
