@@ -262,10 +262,13 @@ def _missing(out: Path, manifest: dict[str, Any], processes: Processes) -> list[
 
 
 def _remove_leftovers(out: Path, processes: Processes) -> None:
-    """Delete what a killed process was writing of the shards of this one."""
+    """Delete what a killed process was writing of the shards of this one, and with one process of all other files."""
     for entry in out.iterdir():
-        shard = _SHARD_NUMBER.match(entry.name) if is_temporary(entry.name) else None
-        if shard is not None and int(shard[1]) % processes.world_size == processes.rank:
+        if not is_temporary(entry.name):
+            continue
+        shard = _SHARD_NUMBER.match(entry.name)  # other files may be in the making by other processes
+        is_own = processes.world_size == 1 if shard is None else int(shard[1]) % processes.world_size == processes.rank
+        if is_own:
             entry.unlink(missing_ok=True)
 
 

@@ -119,6 +119,7 @@ def test_tables(root: Path, tmp_path: Path) -> None:
         ("path,split\nx,val", "has no rows of the split 'train'"),
         ("path\n", "has no rows"),
         (b"\xff\xfe\x00", "is not a table"),
+        ('path,label\nx,a\ny,"b\nz,c\n', "is not a table: unexpected end of data, in the row after line 2"),
     ):
         table.write_bytes(text if isinstance(text, bytes) else text.encode())
         if message is None:

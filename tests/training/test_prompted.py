@@ -267,10 +267,11 @@ def test_wrong_input_is_refused_in_one_line(made: Path, tmp_path: Path, capsys: 
     refused("line 2: there is no '9.png'", cache("path,prompt\n9.png,a\n"))
     refused("line 3: 0.png has a prompt already", cache("path,prompt\n0.png,a\n0.png,b\n"))
     refused("line 2: the prompt of 0.png is empty", cache("path,prompt\n0.png,\n"))
+    refused("line 2: path is missing", cache("path,prompt\n,a\n"))
     refused("it must have path and prompt", cache("path,label\n0.png,a\n"))
     refused("is not a pipeline folder of diffusers", cache("", vae="wan/vae"))
     refused("a size is height x width", cache("", "--sizes", "16"))
-    long = "".join(f"{number}.png,{'word ' * 400 * (number == 0)}a\n" for number in range(4))
+    long = "".join(f"{made / 'images' / str(number)}.png,{'word ' * 400 * (number == 0)}a\n" for number in range(4))
     assert cache("path,prompt\n" + long, "--workers", 0) == 0
     assert capsys.readouterr().out.endswith("longer ones are cut: 1\n")
 
