@@ -61,7 +61,8 @@ def check_latents(network: PromptedTransformer, folder: str, manifests: dict[str
         Description of the text encoder.
 
     Raises:
-        InputError: If channels, axes, width of prompts, weights of the autoencoder or the text encoder differ.
+        InputError: If channels, axes, width of prompts, weights of the autoencoder or the text encoder differ, or a
+            size does not fit the transformer and its blocks.
     """
     for place, manifest in manifests.items():
         channels, *grid = manifest["shape"]
@@ -71,9 +72,10 @@ def check_latents(network: PromptedTransformer, folder: str, manifests: dict[str
                 f"{place} holds latents of {kinds.get(len(grid), 'samples')} with {channels} channels, the transformer"
                 f" takes {kinds[len(network.input_size)]} with {network.in_channels}"
             )
-        for axis, (size, patch) in enumerate(zip(grid, network.patch_size, strict=True)):
-            if size % patch:
-                raise InputError(f"{place}: size {size} of axis {axis} is not a multiple of the patch size {patch}")
+        try:
+            network.check_size(grid)
+        except InputError as error:
+            raise InputError(f"{place}, latents {manifest['shape']}: {error}") from None
         width = manifest["prompts"]["shape"][-1]
         if width != network.prompt_width:
             raise InputError(f"the prompts of {place} have width {width}, the transformer takes {network.prompt_width}")

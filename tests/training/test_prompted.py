@@ -278,6 +278,16 @@ def test_wrong_input_is_refused_in_one_line(made: Path, tmp_path: Path, capsys: 
     run = tmp_path / "run"
     refused("layers must be a whole number from 0 to 1, got 2", fit(made, "wan", run, "--model.layers", "[2]"))
     refused("did you mean block_grid", fit(made, "wan", run, "--model.model_args", "{block_gird: [1, 2, 2]}"))
+    large = json.dumps({"block_grid": [1, 2, 3], "token_grid": [2, 3, 3]})  # the other size has two tokens in width
+    refused(
+        "48x32, latents [4, 2, 6, 4]: block_grid (1, 2, 3) is larger than",
+        fit(made, "wan", run, "--model.model_args", large),
+    )
+    large = '{"block_grid": [9, 2]}'
+    refused("pictures, latents [4, 8, 8]: block_grid (9, 2) is", fit(made, "sana", run, "--model.model_args", large))
+    make_wan(tmp_path / "short", rope_max_seq_len=2)
+    short = ("--model.transformer", tmp_path / "short")
+    refused("2 rotary positions along an axis, the token grid is", fit(made, "wan", run, *short))
     refused("holds latents of images with 4 channels", fit(made, "wan", run, "--data.root", made / "pictures"))
     refused("samples.every_n_steps must be null", fit(made, "wan", run, "--samples.every_n_steps", 5))
     refused("model.vae=x/y does not apply", fit(made, "wan", run, "--model.vae", "x/y"))
