@@ -3,12 +3,15 @@
 import csv
 import json
 import os
+import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -434,6 +437,40 @@ def test_prompts_of_earlier_versions_are_read(
     other = shift_weights(copied(made, tmp_path / "wan"))
     assert fit(made, "wan", tmp_path / "new", *root, "--model.transformer", other) == 2
     assert f"the prompts of {tmp_path / 'clips' / '48x32'}, made with" in capsys.readouterr().err
+
+
+def test_an_export_spares_its_pipeline_and_its_run_and_needs_room(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wan = copied(made, tmp_path / "wan")
+    (wan / ".git").mkdir()
+    run = wan / "run"
+    assert fit(made, "wan", run, "--model.transformer", wan, "--trainer.max_steps", 1) == 0
+    before = sorted(tmp_path.rglob("*"))
+
+    def refused(*args: object) -> str:
+        capsys.readouterr()
+        assert call(export.main, run, "--out", *args) == 2
+        assert sorted(tmp_path.rglob("*")) == before
+        (line,) = capsys.readouterr().err.splitlines()
+        return str(line)
+
+    assert "wan/inside is not apart from" in refused(wan / "inside")
+    assert "wan holds the run itself" in refused(wan, "--overwrite")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+    try:
+        assert re.search(r"^error: File too large: \S+$", refused(tmp_path / "out"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        assert f"a copy of {wan} needs" in refused(tmp_path / "out")
+    shutil.move(run, tmp_path / "run")
+    assert call(export.main, tmp_path / "run", "--out", tmp_path / "out") == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
+        path.name for path in (made / "wan").iterdir()
+    )
 
 
 def test_an_export_has_the_text_encoder_of_training(
