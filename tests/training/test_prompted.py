@@ -311,6 +311,40 @@ def test_wrong_input_is_refused_in_one_line(made: Path, tmp_path: Path, capsys: 
     refused("are of another autoencoder than", fit(made, "wan", run, *other, "--model.layers", "[0]"))
 
 
+def test_a_cache_of_some_of_its_sizes_is_not_trained_on(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = write_files(tmp_path / "images", videos=False, sizes=[(16, 16), (16, 8)])
+    words = ("--out", tmp_path / "out", "--device", "cpu", "--workers", 0)
+    pictures = ("--images", tmp_path / "images", "--prompts", table, "--vae", made / "sana", *words)
+    assert call(cache_latents.main, *pictures, "--sizes", "16x16", "17x8") == 2
+    assert "image size 17x8 is not a multiple of 2" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    clips = (
+        "--videos",
+        made / "videos",
+        "--prompts",
+        made / "videos.csv",
+        "--vae",
+        made / "wan",
+        "--frames",
+        5,
+        *words,
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("headmix_vision.data.latent_cache._write_shards", end)
+        assert call(cache_latents.main, *clips, "--sizes", "32x48", "48x32") == 130
+    shutil.copytree(made / "clips" / "32x48", tmp_path / "out" / "32x48", dirs_exist_ok=True)
+    root = ("--data.root", tmp_path / "out", "--trainer.max_steps", 1)
+    assert fit(made, "wan", tmp_path / "run", *root) == 2
+    assert "out/48x32 has no latents.json: make a cache with headmix cache-latents" in capsys.readouterr().err
+    assert call(cache_latents.main, *clips, "--sizes", "32x48", "48x32") == 0
+    assert fit(made, "wan", tmp_path / "run", *root) == 0
+
+
 def copied(made: Path, folder: Path, kind: str = "wan") -> Path:
     shutil.copytree(made / kind, folder)
     return folder
