@@ -362,6 +362,7 @@ def cache_latents(request: CacheRequest) -> Cached:
         "caching",
         root=request.root,
         background=request.background,
+        needs_labels=request.prompts is None or request.skip_unlabelled,
         skip_unlabelled=request.skip_unlabelled,
     )
     sizes = cache_sizes(request)

@@ -319,6 +319,12 @@ def test_a_cache_of_some_of_its_sizes_is_not_trained_on(
     pictures = ("--images", tmp_path / "images", "--prompts", table, "--vae", made / "sana", *words)
     assert call(cache_latents.main, *pictures, "--sizes", "16x16", "17x8") == 2
     assert "image size 17x8 is not a multiple of 2" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    (tmp_path / "images" / "more").mkdir()  # files beside folders have no label, and need none
+    (tmp_path / "images" / "0.png").rename(tmp_path / "images" / "more" / "0.png")
+    table.write_text(table.read_text().replace("0.png", "more/0.png"))
+    assert call(cache_latents.main, *pictures, "--sizes", "16x16", "16x8") == 0
+    assert len(LatentShards(tmp_path / "out" / "16x16")) == 2
+    shutil.rmtree(tmp_path / "out")
 
     def end(*_: object) -> None:
         raise KeyboardInterrupt
