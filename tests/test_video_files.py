@@ -113,6 +113,26 @@ def test_refusals(frames: np.ndarray, tmp_path: Path) -> None:
         assert not (tmp_path / name).exists()
 
 
+@pytest.mark.parametrize("name", ["whole.gif", "whole.avi"])
+def test_a_last_frame_of_which_a_part_is_missing_is_refused(name: str, frames: np.ndarray, tmp_path: Path) -> None:
+    """FFmpeg fills it up and says nothing."""
+    whole, cut = tmp_path / name, tmp_path / f"cut_{name}"
+    if name.endswith(".gif"):
+        write_video(whole, frames, 8)
+    else:
+        encode(whole, frames, "mpeg4", {"g": "12"})
+    content = whole.read_bytes()
+    for share in (0.6, 0.75, 0.9):
+        cut.write_bytes(content[: int(share * len(content))])
+        with pytest.raises(InputError, match=f"cut_{name} is truncated: its last frame is incomplete"):
+            probe(cut)
+    cut.write_bytes(content + bytes(10))  # of the disk behind it
+    assert np.array_equal(read_video(cut)[0], read_video(whole)[0])
+    if name.endswith(".gif"):
+        cut.write_bytes(content[:-1])  # without the mark of the end, which some programs forget
+        assert probe(cut).num_frames == probe(whole).num_frames
+
+
 def test_frames_are_chosen_by_their_times(tmp_path: Path) -> None:
     """One second of 24 frames, then three of 6."""
     levels = [np.full((32, 48, 3), 20 + 5 * number, np.uint8) for number in range(42)]

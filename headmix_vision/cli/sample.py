@@ -90,7 +90,7 @@ def _request(options: dict[str, Any]) -> "SampleRequest":
     if isinstance(interval, str):
         options["guidance_interval"] = _pair(interval, float, "--guidance-interval")
     if size is not None:
-        options["size"] = _pair(size if "," in size else f"{size},{size}", int, "--size")
+        options["size"] = _size(size)
     if classes not in (None, "balanced"):
         parts = [part.strip() for part in classes.split(",")]
         if not all(re.fullmatch(r"-?[0-9]+", part) for part in parts):
@@ -105,3 +105,11 @@ def _pair(text: str, kind: Callable[[str], T], option: str) -> tuple[T, T]:
     except ValueError:
         raise InputError(f"{option} must be two numbers with a comma, got {text!r}") from None
     return first, second
+
+
+def _size(text: str) -> tuple[int, int]:
+    """Read a side, or height and width, as 256,384 or 256x384."""
+    sides = re.split("[,x]", text)
+    if len(sides) > 2 or not all(re.fullmatch(r" *-?[0-9]+ *", side) for side in sides):
+        raise InputError(f"--size must be one number, or height and width such as 256x384, got {text!r}")
+    return int(sides[0]), int(sides[-1])

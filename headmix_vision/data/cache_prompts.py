@@ -52,7 +52,7 @@ def read_prompts(table: Path, source: Source, folder: Path) -> list[str]:
     """Read the prompt of each sample of a source from a table with the columns path and prompt.
 
     Args:
-        table: The table; its paths are relative to the folder.
+        table: The table; its paths are relative to the folder, or absolute.
         source: The samples.
         folder: What the names of the source's files are relative to.
 
@@ -66,7 +66,9 @@ def read_prompts(table: Path, source: Source, folder: Path) -> list[str]:
         raise InputError(f"{table} has the columns {', '.join(header)}; it must have path and prompt")
     prompts: dict[str, str] = {}
     for number, row in rows:
-        path = os.path.normpath(row["path"])
+        if not row["path"]:
+            raise InputError(f"{table}, line {number}: path is missing")
+        path = os.path.relpath(folder / row["path"], folder)
         if path in prompts:
             raise InputError(f"{table}, line {number}: {row['path']} has a prompt already")
         if not (folder / path).exists():

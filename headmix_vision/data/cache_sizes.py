@@ -46,7 +46,7 @@ def deal_to_sizes(source: Source, sizes: list[tuple[int, int]]) -> list[list[int
 def _file_size(source: Source, index: int) -> tuple[int, int]:
     """Height and width of a picture or video as it is shown."""
     with readable(source.name(index)):
-        if isinstance(source, ClipSource):
+        if source.what == ClipSource.what:  # also of a source derived from one
             return probe_clip(Path(source.name(index))).size
         image = to_picture(source.read(index)[0])
     return image.height, image.width

@@ -53,6 +53,7 @@ from headmix_vision.models.pipeline_folder import TextEncoder
 from headmix_vision.processes import ALONE, Processes, process_numbers
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_Job = tuple[Source, CacheRequest, Prompts | None, tuple[int, int] | None]  # of a size
 _SHARD_NUMBER = re.compile(r"\.shard-(\d+)\.")
 
 
@@ -262,10 +263,13 @@ def _missing(out: Path, manifest: dict[str, Any], processes: Processes) -> list[
 
 
 def _remove_leftovers(out: Path, processes: Processes) -> None:
-    """Delete what a killed process was writing of the shards of this one."""
+    """Delete what a killed process was writing of the shards of this one, and with one process of all other files."""
     for entry in out.iterdir():
-        shard = _SHARD_NUMBER.match(entry.name) if is_temporary(entry.name) else None
-        if shard is not None and int(shard[1]) % processes.world_size == processes.rank:
+        if not is_temporary(entry.name):
+            continue
+        shard = _SHARD_NUMBER.match(entry.name)  # other files may be in the making by other processes
+        is_own = processes.world_size == 1 if shard is None else int(shard[1]) % processes.world_size == processes.rank
+        if is_own:
             entry.unlink(missing_ok=True)
 
 
@@ -358,6 +362,7 @@ def cache_latents(request: CacheRequest) -> Cached:
         "caching",
         root=request.root,
         background=request.background,
+        needs_labels=request.prompts is None or request.skip_unlabelled,
         skip_unlabelled=request.skip_unlabelled,
     )
     sizes = cache_sizes(request)
@@ -369,23 +374,30 @@ def cache_latents(request: CacheRequest) -> Cached:
         texts = read_prompts(request.prompts, first, place if place.is_dir() else place.parent)
         encoder = TextEncoder(request.vae, device, DTYPES[request.encoder_dtype])
     origin = request.images or request.videos or " ".join(filter(None, (dataset, request.root, split)))
-    written, full, outs = 0, 0, []
+    jobs: list[_Job] = []
     for size, (source, _), indices in zip(sizes, opened, deal_to_sizes(first, sizes), strict=True):
         if not indices:
             say(f"no file is nearest to {size[0]}x{size[1]}: this size gets no cache")
             continue
         prompts = None if texts is None else Prompts([texts[index] for index in indices], encoder)
-        if request.sizes:
-            outs.append(request.out / f"{size[0]}x{size[1]}")
-            of_size = replace(request, out=outs[-1])
-            source = Part(source, indices)
-            written += write_cache(source, autoencoder, of_size, origin, clip, processes, prompts, size)
-        else:
-            outs.append(request.out)
-            written += write_cache(source, autoencoder, request, origin, clip, processes, prompts)
-        full += 0 if prompts is None else prompts.full
+        of_size = replace(request, out=request.out / f"{size[0]}x{size[1]}") if request.sizes else request
+        whole = Part(source, indices) if request.sizes else source
+        jobs.append((whole, of_size, prompts, size if request.sizes else None))
+
+    def write(job: _Job, dry_run: bool) -> int:
+        source, of_size, prompts, size = job
+        of_size = replace(of_size, dry_run=dry_run)
+        return write_cache(source, autoencoder, of_size, origin, clip, processes, prompts, size)
+
+    if len(jobs) > 1 and not request.dry_run:  # all sizes are checked, and their folders tell that more is to come
+        for job in jobs:
+            write(job, True)
+        for job in jobs:
+            job[1].out.mkdir(parents=True, exist_ok=True)
+    written = sum(write(job, request.dry_run) for job in jobs)
+    full = sum(prompts.full for _, _, prompts, _ in jobs if prompts is not None)
     if request.dry_run:
         return Cached(request.out, written, None, None, processes.rank, processes.world_size)
-    manifests = [read_manifest(out) for out in outs]
+    manifests = [read_manifest(of_size.out) for _, of_size, _, _ in jobs]
     shards, shape = sum(map(count_shards, manifests)), tuple(manifests[0]["shape"])
     return Cached(request.out, written, shards, shape, processes.rank, processes.world_size, full)

@@ -371,9 +371,11 @@ def check_sizes(real: SampleSet | Statistics, fake: SampleSet | Statistics) -> N
     """Raise InputError if the samples of the two sides are known to be of different sizes (frames included)."""
     sizes: Sequence[Any] = [side.description.get("size") for side in (real, fake)]
     if None not in sizes and list(sizes[0]) != list(sizes[1]):
+        hint = "--image-size N brings both to one size"
+        if len(sizes[0]) != len(sizes[1]):
+            hint = "clips are scored against clips, by headmix evaluate fvd"
         raise InputError(
-            f"real samples are {describe_size(sizes[0])}, fake ones {describe_size(sizes[1], unit='')};"
-            " --image-size N brings both to one size"
+            f"real samples are {describe_size(sizes[0])}, fake ones {describe_size(sizes[1], unit='')}; {hint}"
         )
 
 

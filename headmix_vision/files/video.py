@@ -105,7 +105,7 @@ def probe(path: str | os.PathLike[str] | EncodedVideo) -> ClipInfo:
             raise InputError(f"{path} has no frames")
         height, width, _ = _Pixels().turn(np.empty((first.height, first.width, 0), np.uint8), first).shape
     with _opened(path) as (container, stream):
-        return replace(_info(path, stream, _packets(container, stream)), size=(height, width))
+        return replace(_info(path, stream, _packets(path, container, stream)), size=(height, width))
 
 
 def read_frames(
@@ -129,7 +129,7 @@ def read_frames(
         OSError: It cannot be opened.
     """
     with _opened(path) as (container, stream):
-        packets = _packets(container, stream)
+        packets = _packets(path, container, stream)
         info = _info(path, stream, packets)
         indices = indices(info) if callable(indices) else indices
         wrong = [index for index in indices if not 0 <= index < info.num_frames]
@@ -273,6 +273,8 @@ def _opened(path: str | os.PathLike[str] | EncodedVideo) -> Iterator[tuple[Any, 
                 size = stream.height * stream.width
                 check_memory(_FRAME_BYTES * size, f"{path}: a frame of {stream.height}x{stream.width} pixels")
                 stream.codec_context.thread_count = 1  # data loaders read many files at once
+                if container.format.name == "gif" and _is_cut_gif(file):
+                    raise InputError(f"{path} is truncated: its last frame is incomplete")
                 yield container, stream
         except InputError:
             raise
@@ -282,13 +284,37 @@ def _opened(path: str | os.PathLike[str] | EncodedVideo) -> Iterator[tuple[Any, 
             raise InputError(f"{path} cannot be read as a video ({error})") from None
 
 
-def _packets(container: Any, stream: Any) -> list[_Packet]:
+def _packets(path: object, container: Any, stream: Any) -> list[_Packet]:
     # Not the number in the header: some files have none, or a wrong one.
-    return [
-        _Packet(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe)
-        for packet in container.demux(stream)
-        if packet.size and not packet.is_discard
-    ]
+    packets = [packet for packet in container.demux(stream) if packet.size and not packet.is_discard]
+    if packets and packets[-1].is_corrupt:  # of a file that ends within it
+        raise InputError(f"{path} is truncated: its last frame is incomplete")
+    return [_Packet(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe) for packet in packets]
+
+
+def _is_cut_gif(file: BinaryIO) -> bool:
+    """Tell whether a GIF ends within a block, of which FFmpeg decodes what is there; keep the place in the file."""
+    before = file.tell()
+    file.seek(-1, io.SEEK_END)
+    ended = file.read() == b";"
+    file.seek(0)
+    data = b"" if ended else file.read()
+    file.seek(before)
+    try:
+        place = 0 if ended else 13 + _colours_bytes(data[10])
+        while place < len(data) and (kind := data[place]) in b",!":  # a picture or an extension, then its sub-blocks
+            place += 2 if kind == ord("!") else 11 + _colours_bytes(data[place + 9])
+            while data[place]:
+                place += 1 + data[place]
+            place += 1
+    except IndexError:
+        return True
+    return False
+
+
+def _colours_bytes(flags: int) -> int:
+    """Bytes of the colour table that a GIF's flags tell of."""
+    return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
 
 def _info(path: str | os.PathLike[str] | EncodedVideo, stream: Any, packets: list[_Packet]) -> ClipInfo:

@@ -21,7 +21,7 @@ from headmix_vision.errors import InputError, check_choice
 from headmix_vision.layers.block_mixing import MIXING_INITS
 from headmix_vision.models.converted import ConvertedModel, check_layers, new_mixing
 from headmix_vision.models.diffusers_features import found_by_diffusers
-from headmix_vision.ops import TokenBlocks, mhla
+from headmix_vision.ops import TokenBlocks, TokenGrid, mhla
 from headmix_vision.ops.dispatch import as_axes
 
 _EPS = 1e-15  # of Sana's denominator
@@ -47,6 +47,10 @@ class SanaMHLAProcessor(nn.Module):
         super().__init__()
         self.mixing = new_mixing(block_grid, token_grid, mixing_init, like)
 
+    def bind(self, grid: TokenGrid | tuple[int, ...]) -> TokenBlocks:
+        """Divide a token grid (H, W) into the blocks; InputError if they do not fit it."""
+        return TokenBlocks.from_grid(grid, self.mixing.blocks.block_grid)
+
     def forward(
         self,
         attn: Any,
@@ -61,8 +65,7 @@ class SanaMHLAProcessor(nn.Module):
         dtype = torch.promote_types(v.dtype, torch.float32)
         q, k, v = (x.to(dtype).unflatten(-1, (attn.heads, -1)) for x in (q, k, v))
         v = F.pad(v, (0, 1), value=1.0)  # one more value of 1 sums the denominator
-        blocks = TokenBlocks.from_grid(attn.call_grid, self.mixing.blocks.block_grid)
-        sums = mhla(q, k, v, self.mixing(), blocks, normalizer=None, feature_map="relu", eps=0.0)
+        sums = mhla(q, k, v, self.mixing(), self.bind(attn.call_grid), normalizer=None, feature_map="relu", eps=0.0)
         out = (sums[..., :-1] / (sums[..., -1:] + _EPS)).flatten(2).to(hidden_states.dtype)
         out = attn.to_out[1](attn.to_out[0](out))
         return out.clip(-65504, 65504) if out.dtype == torch.float16 else out

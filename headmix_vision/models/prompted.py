@@ -18,6 +18,7 @@ from headmix_vision.models.convert_sana import SanaMHLATransformer2DModel, sana_
 from headmix_vision.models.convert_wan import WanMHLATransformer3DModel, wan_to_mhla
 from headmix_vision.models.converted import ConvertedModel
 from headmix_vision.models.pipeline_folder import PIPELINES, part_of, read_pipeline
+from headmix_vision.ops import TokenGrid
 
 Prompt = Sequence[Tensor]
 """Embeddings [B, L, D], of Sana with the mask [B, L] of tokens that count."""
@@ -68,6 +69,24 @@ class PromptedTransformer(nn.Module):
     def architecture(self) -> dict[str, Any]:
         """Arguments that make the transformer again."""
         return {name: value for name, value in self.transformer.config.items() if not name.startswith("_")}
+
+    def check_size(self, grid: Sequence[int]) -> None:
+        """Check that latents of a size, (T, H, W) or (H, W), have whole patches, positions, and tokens for each block.
+
+        Raises:
+            InputError: If they do not.
+        """
+        for axis, (size, patch) in enumerate(zip(grid, self.patch_size, strict=True)):
+            if size % patch:
+                raise InputError(f"size {size} of axis {axis} is not a multiple of the patch size {patch}")
+        tokens = TokenGrid(tuple(size // patch for size, patch in zip(grid, self.patch_size, strict=True)))
+        most = self.transformer.config.rope_max_seq_len if self.is_wan else max(tokens.shape)
+        if max(tokens.shape) > most:
+            raise InputError(f"the transformer has {most} rotary positions along an axis, the token grid is {tokens}")
+        blocks: Any = self.blocks
+        processors = [block.attn1.processor for block in blocks]
+        for processor in [one for one in processors if hasattr(one, "mixing")][:1]:  # all have the same blocks
+            processor.bind(tokens)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute blocks in the backward pass (timm's name for it)."""

@@ -18,6 +18,7 @@ from headmix_vision.errors import InputError
 from headmix_vision.layers.cores.mhla import bind_mhla_core, stream_rows
 from headmix_vision.models.converted import new_mixing
 from headmix_vision.ops import MHLAState, TokenGrid, TokenRanks
+from headmix_vision.ops.dispatch import Bound
 
 _OPEN_GATE = 1.2784645427610738  # SiLU of this is 1
 
@@ -130,6 +131,16 @@ class WanMHLAProcessor(nn.Module):
             nn.init.zeros_(self.gate.weight)
             nn.init.constant_(self.gate.bias, _OPEN_GATE)
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"normalizer": self.normalizer, "eps": self.eps, "feature_map": "relu"}
+
+    def bind(self, grid: TokenGrid) -> Bound:
+        """Bind the op to the blocks of a token grid; InputError if the blocks do not fit it."""
+        blocks = self.mixing.blocks
+        row = blocks.grid.shape[0] // blocks.block_grid[0] if self.causal else None
+        return bind_mhla_core(grid, self.ranks, blocks.block_grid, row, impl="auto", **self._options)
+
     def forward(
         self,
         attn: Any,
@@ -145,19 +156,15 @@ class WanMHLAProcessor(nn.Module):
         else:
             q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
         q, k, v = (x.unflatten(-1, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
-        block_grid = self.mixing.blocks.block_grid
-        options = {"normalizer": self.normalizer, "eps": self.eps, "feature_map": "relu"}
         places = TokenGrid(tuple(grid.shape))
         sums = v.float() if v.dtype == torch.float16 else v  # over a clip's tokens they pass the range of float16
         rotation = cos[0, :, 0, ::2], sin[0, :, 0, ::2]  # diffusers holds each angle twice
         if stream:
             before = stream[0].before[len(stream[0].after)]
-            out, after = stream_rows(q, k, sums, places, before, rotation, self.mixing, options)
+            out, after = stream_rows(q, k, sums, places, before, rotation, self.mixing, self._options)
             stream[0].after.append(after)
         else:
-            row = self.mixing.blocks.grid.shape[0] // block_grid[0] if self.causal else None
-            attend = bind_mhla_core(places, self.ranks, block_grid, row, impl="auto", **options)
-            out = attend(q, k, sums, self.mixing(), *rotation)
+            out = self.bind(places)(q, k, sums, self.mixing(), *rotation)
         # sums that nothing divides are normed before they are rounded to float16
         out = F.rms_norm(out, self.norm.normalized_shape, self.norm.weight.type_as(out), self.eps).type_as(v).flatten(2)
         if self.gate is not None:

@@ -157,6 +157,7 @@ def _export_pipeline(checkpoint_path: Path, request: ExportRequest) -> str:
         raise InputError(f"--out {out} already exists; choose another one{hint}")
     check_place(out)
     about = read_checkpoint(checkpoint_path, sharded=(), values=False)[DESCRIPTION_KEY]
+    _check_apart(out, checkpoint_path, about.get("vae"))
     save: Callable[[Path], object]
     if prompted := is_prompted(about):
         save, kind = open_run(checkpoint_path, raw=request.raw, adapter=request.adapter)
@@ -173,6 +174,19 @@ def _export_pipeline(checkpoint_path: Path, request: ExportRequest) -> str:
     home, registers = ("diffusers", "import headmix_vision.models.prompted; ") if prompted else (_DIFFUSION, "")
     added = f"; pipe.load_lora_weights({str(out)!r})" if request.adapter else ""
     return f"{registers}from {home} import {kind}; pipe = {kind}.from_pretrained({str(out)!r}){added}"
+
+
+def _check_apart(out: Path, checkpoint: Path, source: object) -> None:
+    """Refuse an export in the place of the run, or in, around or in the place of the pipeline whose parts it copies."""
+    place = out.resolve()
+    if checkpoint.resolve().is_relative_to(place):
+        raise InputError(f"--out {out} holds the run itself; choose another one")
+    if isinstance(source, str) and Path(source).is_dir():
+        folder = Path(source).resolve()
+        if place.is_relative_to(folder) or folder.is_relative_to(place):
+            raise InputError(
+                f"--out {out} is not apart from {source}, which the run was trained with; choose another one"
+            )
 
 
 def _open_to_umask(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Runs of converted transformers of Wan and Sana: their start weights, their latents, and their export."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,9 @@ import diffusers
 import torch
 
 from headmix_vision.console import say_once
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, message_of
+from headmix_vision.files.pictures import is_hidden
+from headmix_vision.files.reading import check_disk
 from headmix_vision.files.tensors import state_sha256
 from headmix_vision.models.autoencoders import load_autoencoder
 from headmix_vision.models.lora import LoraTransformer
@@ -61,7 +64,8 @@ def check_latents(network: PromptedTransformer, folder: str, manifests: dict[str
         Description of the text encoder.
 
     Raises:
-        InputError: If channels, axes, width of prompts, weights of the autoencoder or the text encoder differ.
+        InputError: If channels, axes, width of prompts, weights of the autoencoder or the text encoder differ, or a
+            size does not fit the transformer and its blocks.
     """
     for place, manifest in manifests.items():
         channels, *grid = manifest["shape"]
@@ -71,9 +75,10 @@ def check_latents(network: PromptedTransformer, folder: str, manifests: dict[str
                 f"{place} holds latents of {kinds.get(len(grid), 'samples')} with {channels} channels, the transformer"
                 f" takes {kinds[len(network.input_size)]} with {network.in_channels}"
             )
-        for axis, (size, patch) in enumerate(zip(grid, network.patch_size, strict=True)):
-            if size % patch:
-                raise InputError(f"{place}: size {size} of axis {axis} is not a multiple of the patch size {patch}")
+        try:
+            network.check_size(grid)
+        except InputError as error:
+            raise InputError(f"{place}, latents {manifest['shape']}: {error}") from None
         width = manifest["prompts"]["shape"][-1]
         if width != network.prompt_width:
             raise InputError(f"the prompts of {place} have width {width}, the transformer takes {network.prompt_width}")
@@ -118,6 +123,25 @@ def _made_by_another(
     )
 
 
+def _size_bytes(folder: str, left_out: Callable[[str, list[str]], list[str]], network: torch.nn.Module) -> int:
+    """Sum the bytes of a folder's files, without those left out, and of the weights of a network."""
+    size = sum(tensor.nbytes for tensor in network.state_dict().values())
+    for place, folders, names in os.walk(folder, followlinks=True):
+        without = left_out(place, [*folders, *names])
+        folders[:] = [name for name in folders if name not in without]
+        size += sum(os.stat(Path(place) / name).st_size for name in names if name not in without)
+    return size
+
+
+def _copy(source: str, target: str) -> None:
+    """Copy a file; what the system refuses ends the copying of its folder, in one line."""
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        error.filename = error.filename2 or error.filename
+        raise InputError(message_of(error)) from None
+
+
 def open_run(checkpoint: Path, *, raw: bool = False, adapter: bool = False) -> tuple[Callable[[Path], None], str]:
     """Open the trained transformer of a checkpoint, to be saved in a copy of its pipeline.
 
@@ -143,8 +167,13 @@ def open_run(checkpoint: Path, *, raw: bool = False, adapter: bool = False) -> t
     index, transformer = read_pipeline(folder), cast(Any, network).transformer
     lora = network.take_adapter(merge=not adapter) if isinstance(network, LoraTransformer) else None
 
+    def left_out(place: str, names: list[str]) -> list[str]:
+        inside = Path(place) != Path(folder)
+        return [name for name in names if not inside and (name == "transformer" or is_hidden(name))]
+
     def save(out: Path) -> None:
-        shutil.copytree(folder, out, ignore=lambda place, names: ["transformer"] if Path(place) == Path(folder) else [])
+        check_disk(out.parents[1], _size_bytes(folder, left_out, transformer), f"a copy of {folder}")
+        shutil.copytree(folder, out, ignore=left_out, copy_function=_copy)
         transformer.save_pretrained(out / "transformer")
         index["transformer"] = [type(transformer).__module__, type(transformer).__name__]
         (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -21,7 +21,7 @@ from headmix_vision.data.seeding import derive_seed
 from headmix_vision.diffusion.denoising import Guidance, NonFiniteSamplesError, scheduler_name, set_steps
 from headmix_vision.diffusion.pipeline import HeadMixDiTPipeline
 from headmix_vision.errors import InputError, check_counts
-from headmix_vision.files.pictures import Decoding, read_png, readable
+from headmix_vision.files.pictures import Decoding, is_picture, is_video, readable
 from headmix_vision.files.video import read_video
 from headmix_vision.runs.directory import CHECKPOINTS
 from headmix_vision.sampling.sample_request import DEFAULT_GUIDANCE, SampleRequest
@@ -385,10 +385,12 @@ def _read_start(
     path = Path(request.extend)
     if not path.is_file():
         raise InputError(f"--extend {request.extend!r} is not a file")
-    if path.suffix.lower() == ".png":  # a sample of ours, which states no frame rate
-        clip, rate = read_png(path), frame_rate
-        if clip.ndim != 4:
+    if is_picture(path) and not is_video(path):  # a sample of ours, or another that states no frame rate
+        with readable(f"--extend {path}"):
+            frames = Decoding().frames(path)
+        if len(frames) == 1:
             raise InputError(f"--extend {path} is an image: give it as --first-frame")
+        clip, rate = np.stack([*map(np.asarray, frames)]), frame_rate
     else:
         clip, rate = read_video(path, frame_rate)
     if abs(rate / frame_rate - 1) > _RATE_TOLERANCE:

@@ -210,6 +210,18 @@ def test_videos_to_latents_that_a_network_of_clips_takes(videos: Path, wan: Path
         open_source(SplitRequest("latents", "train", (16, 3, 2, 2), "generation", root=str(out)))
 
 
+def test_several_clips_of_a_video_go_to_the_size_that_is_nearest_to_it(videos: Path, tmp_path: Path) -> None:
+    videos = Path(shutil.copytree(videos, tmp_path / "videos"))
+    write_video(videos / "walk" / "wide.mp4", np.zeros((16, 16, 32, 3), np.uint8), 8)
+    options = ("--frames", 5, "--sizes", "16x32", "32x16", "--clips-per-video", 2, "--workers", 0, "--device", "cpu")
+    for rows in (16, 32):
+        (tmp_path / "out" / f"{rows}x{48 - rows}").mkdir(parents=True)
+        (tmp_path / "out" / f"{rows}x{48 - rows}" / ".latents.json.1.tmp").touch()  # as a killed process leaves it
+    assert run("--videos", videos, "--vae", "none", "--out", tmp_path / "out", *options) == 0
+    assert [len(LatentShards(tmp_path / "out" / size)) for size in ("16x32", "32x16")] == [2, 8]
+    assert not [*tmp_path.rglob("*.tmp")]
+
+
 def test_clips_frame_by_frame_in_pixels_resumed_and_shared(
     videos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

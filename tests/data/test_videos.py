@@ -83,6 +83,17 @@ def test_frames_are_those_of_the_rate_or_stride_that_is_asked_for(root: Path) ->
     assert videos.files()[3] == ("walk/walk0.mp4[0:]", (root / "ucf/train/walk/walk0.mp4").stat().st_size)
 
 
+def test_gifs_have_a_frame_rate_and_other_animated_pictures_none(tmp_path: Path) -> None:
+    write_counting(tmp_path / "gifs" / "a.gif", 0, rate=10)
+    videos = source(tmp_path / "gifs", clip=ClipConfig(frame_rate=5))
+    assert numbers(videos.read_part(0, 0.0)[0]) == [0, 2, 4, 6]
+    pictures = [Image.new("RGB", (32, 24), (40 + 8 * number,) * 3) for number in range(FRAMES)]
+    (tmp_path / "webps").mkdir()
+    pictures[0].save(tmp_path / "webps" / "a.webp", save_all=True, append_images=pictures[1:])
+    with pytest.raises(InputError, match=r"a\.webp is an animated picture, which states no frame rate"):
+        source(tmp_path / "webps", clip=ClipConfig(frame_rate=5))
+
+
 def test_folders_of_frames(root: Path) -> None:
     videos = source(root / "skies", name="videos/unlabelled")
     assert len(videos) == 2 and videos.class_names == [] and videos.read(1)[1] == 0
@@ -119,6 +130,7 @@ def test_tables(root: Path, tmp_path: Path) -> None:
         ("path,split\nx,val", "has no rows of the split 'train'"),
         ("path\n", "has no rows"),
         (b"\xff\xfe\x00", "is not a table"),
+        ('path,label\nx,a\ny,"b\nz,c\n', "is not a table: unexpected end of data, in the row after line 2"),
     ):
         table.write_bytes(text if isinstance(text, bytes) else text.encode())
         if message is None:

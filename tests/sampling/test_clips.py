@@ -147,7 +147,9 @@ def test_refusals(tmp_path: Path) -> None:
             judge(scorer, sets[3], torch.tensor(labels))
     with pytest.raises(ValueError, match="clips are 8x8 pixels, moving digits need at least 16"):
         judge(scorer, sets[3], torch.tensor([0, 39, 1]))
-    with pytest.raises(ValueError, match="real samples are 2 frames of 8x8 pixels, fake ones 8x8;"):
+    with pytest.raises(
+        ValueError, match="real samples are 2 frames of 8x8 pixels, fake ones 8x8; clips are scored against clips"
+    ):
         fid(scorer, sets[2], sets[0])
     folder = save(tmp_path / "out", clips(2, 3, 1))
     folder.write_sample(2, clips(1, 2, 1)[0])

@@ -187,6 +187,12 @@ def test_clips_are_extended_by_windows(whole: Path, model: Path, tmp_path: Path)
     assert run(*options, "--num", 2, "--frames", 9, "--extend", sample, "--overlap", 3, "--out", tmp_path / "png") == 0
     assert all(np.array_equal(clip[:4], read_png(sample)) for clip in clips(tmp_path / "png").values())
     colours = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), dtype=np.uint8)
+    pictures = [Image.fromarray(frame) for frame in colours]
+    pictures[0].save(tmp_path / "clip.webp", save_all=True, append_images=pictures[1:], lossless=True)
+    file = ("--extend", tmp_path / "clip.webp")
+    assert run(*options, "--num", 1, "--frames", 8, *file, "--out", tmp_path / "webp") == 0
+    (clip,) = clips(tmp_path / "webp").values()
+    assert np.array_equal(clip[:6, ..., 0], np.stack([np.asarray(picture.convert("L")) for picture in pictures]))
     write_video(tmp_path / "clip.mp4", colours, 8)
     file = ("--extend", tmp_path / "clip.mp4")
     assert run(*options, "--num", 1, "--frames", 8, *file, "--out", tmp_path / "mp4") == 0

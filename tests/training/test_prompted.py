@@ -3,12 +3,15 @@
 import csv
 import json
 import os
+import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -267,16 +270,27 @@ def test_wrong_input_is_refused_in_one_line(made: Path, tmp_path: Path, capsys: 
     refused("line 2: there is no '9.png'", cache("path,prompt\n9.png,a\n"))
     refused("line 3: 0.png has a prompt already", cache("path,prompt\n0.png,a\n0.png,b\n"))
     refused("line 2: the prompt of 0.png is empty", cache("path,prompt\n0.png,\n"))
+    refused("line 2: path is missing", cache("path,prompt\n,a\n"))
     refused("it must have path and prompt", cache("path,label\n0.png,a\n"))
     refused("is not a pipeline folder of diffusers", cache("", vae="wan/vae"))
     refused("a size is height x width", cache("", "--sizes", "16"))
-    long = "".join(f"{number}.png,{'word ' * 400 * (number == 0)}a\n" for number in range(4))
+    long = "".join(f"{made / 'images' / str(number)}.png,{'word ' * 400 * (number == 0)}a\n" for number in range(4))
     assert cache("path,prompt\n" + long, "--workers", 0) == 0
     assert capsys.readouterr().out.endswith("longer ones are cut: 1\n")
 
     run = tmp_path / "run"
     refused("layers must be a whole number from 0 to 1, got 2", fit(made, "wan", run, "--model.layers", "[2]"))
     refused("did you mean block_grid", fit(made, "wan", run, "--model.model_args", "{block_gird: [1, 2, 2]}"))
+    large = json.dumps({"block_grid": [1, 2, 3], "token_grid": [2, 3, 3]})  # the other size has two tokens in width
+    refused(
+        "48x32, latents [4, 2, 6, 4]: block_grid (1, 2, 3) is larger than",
+        fit(made, "wan", run, "--model.model_args", large),
+    )
+    large = '{"block_grid": [9, 2]}'
+    refused("pictures, latents [4, 8, 8]: block_grid (9, 2) is", fit(made, "sana", run, "--model.model_args", large))
+    make_wan(tmp_path / "short", rope_max_seq_len=2)
+    short = ("--model.transformer", tmp_path / "short")
+    refused("2 rotary positions along an axis, the token grid is", fit(made, "wan", run, *short))
     refused("holds latents of images with 4 channels", fit(made, "wan", run, "--data.root", made / "pictures"))
     refused("samples.every_n_steps must be null", fit(made, "wan", run, "--samples.every_n_steps", 5))
     refused("model.vae=x/y does not apply", fit(made, "wan", run, "--model.vae", "x/y"))
@@ -295,6 +309,46 @@ def test_wrong_input_is_refused_in_one_line(made: Path, tmp_path: Path, capsys: 
     weights = tmp_path / "wan" / "vae" / "diffusion_pytorch_model.safetensors"
     save_file({name: value + 1 for name, value in load_file(weights).items()}, weights, {"format": "pt"})
     refused("are of another autoencoder than", fit(made, "wan", run, *other, "--model.layers", "[0]"))
+
+
+def test_a_cache_of_some_of_its_sizes_is_not_trained_on(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = write_files(tmp_path / "images", videos=False, sizes=[(16, 16), (16, 8)])
+    words = ("--out", tmp_path / "out", "--device", "cpu", "--workers", 0)
+    pictures = ("--images", tmp_path / "images", "--prompts", table, "--vae", made / "sana", *words)
+    assert call(cache_latents.main, *pictures, "--sizes", "16x16", "17x8") == 2
+    assert "image size 17x8 is not a multiple of 2" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    (tmp_path / "images" / "more").mkdir()  # files beside folders have no label, and need none
+    (tmp_path / "images" / "0.png").rename(tmp_path / "images" / "more" / "0.png")
+    table.write_text(table.read_text().replace("0.png", "more/0.png"))
+    assert call(cache_latents.main, *pictures, "--sizes", "16x16", "16x8") == 0
+    assert len(LatentShards(tmp_path / "out" / "16x16")) == 2
+    shutil.rmtree(tmp_path / "out")
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    clips = (
+        "--videos",
+        made / "videos",
+        "--prompts",
+        made / "videos.csv",
+        "--vae",
+        made / "wan",
+        "--frames",
+        5,
+        *words,
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("headmix_vision.data.latent_cache._write_shards", end)
+        assert call(cache_latents.main, *clips, "--sizes", "32x48", "48x32") == 130
+    shutil.copytree(made / "clips" / "32x48", tmp_path / "out" / "32x48", dirs_exist_ok=True)
+    root = ("--data.root", tmp_path / "out", "--trainer.max_steps", 1)
+    assert fit(made, "wan", tmp_path / "run", *root) == 2
+    assert "out/48x32 has no latents.json: make a cache with headmix cache-latents" in capsys.readouterr().err
+    assert call(cache_latents.main, *clips, "--sizes", "32x48", "48x32") == 0
+    assert fit(made, "wan", tmp_path / "run", *root) == 0
 
 
 def copied(made: Path, folder: Path, kind: str = "wan") -> Path:
@@ -423,6 +477,40 @@ def test_prompts_of_earlier_versions_are_read(
     other = shift_weights(copied(made, tmp_path / "wan"))
     assert fit(made, "wan", tmp_path / "new", *root, "--model.transformer", other) == 2
     assert f"the prompts of {tmp_path / 'clips' / '48x32'}, made with" in capsys.readouterr().err
+
+
+def test_an_export_spares_its_pipeline_and_its_run_and_needs_room(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wan = copied(made, tmp_path / "wan")
+    (wan / ".git").mkdir()
+    run = wan / "run"
+    assert fit(made, "wan", run, "--model.transformer", wan, "--trainer.max_steps", 1) == 0
+    before = sorted(tmp_path.rglob("*"))
+
+    def refused(*args: object) -> str:
+        capsys.readouterr()
+        assert call(export.main, run, "--out", *args) == 2
+        assert sorted(tmp_path.rglob("*")) == before
+        (line,) = capsys.readouterr().err.splitlines()
+        return str(line)
+
+    assert "wan/inside is not apart from" in refused(wan / "inside")
+    assert "wan holds the run itself" in refused(wan, "--overwrite")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+    try:
+        assert re.search(r"^error: File too large: \S+$", refused(tmp_path / "out"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        assert f"a copy of {wan} needs" in refused(tmp_path / "out")
+    shutil.move(run, tmp_path / "run")
+    assert call(export.main, tmp_path / "run", "--out", tmp_path / "out") == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
+        path.name for path in (made / "wan").iterdir()
+    )
 
 
 def test_an_export_has_the_text_encoder_of_training(

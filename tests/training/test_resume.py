@@ -129,6 +129,41 @@ def test_crash_continues_from_the_last_periodic_checkpoint(
     assert_same_run(run_dir, reference_run)
 
 
+def test_the_last_step_of_an_epoch_without_validation_is_saved_when_it_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every third step is the last one of an epoch, from which Lightning would not go on."""
+    steps, save = [], LastCheckpoint.save
+    monkeypatch.setattr(
+        LastCheckpoint, "save", lambda self, trainer: [steps.append(trainer.global_step), save(self, trainer)]
+    )
+    options = {"trainer__limit_val_batches": 0, "trainer__max_epochs": 4, "data__val_split": None}
+    config = write_config(tmp_path / "tiny.yaml", checkpoint_every_n_steps=6, **options)
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "run") == 0
+    assert steps == [3, 6, 12]
+
+
+def test_a_run_without_validation_that_crashed_in_its_second_epoch_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_config(tmp_path / "tiny.yaml", data__val_split=None)
+    original = ImageClassifier.training_step
+
+    def crash(self: ImageClassifier, batch: Any, batch_idx: int) -> Any:
+        if (self.current_epoch, batch_idx) == (1, 5):
+            raise RuntimeError
+        return original(self, batch, batch_idx)
+
+    fit = ("fit", "-c", config, "--ckpt_path", "auto", "--run_dir")
+    with monkeypatch.context() as context:
+        context.setattr(ImageClassifier, "training_step", crash)
+        with pytest.raises(RuntimeError):
+            run(*fit, tmp_path / "run")
+    assert run(*fit, tmp_path / "run") == 0
+    assert run(*fit, tmp_path / "whole") == 0
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
 def saved_epochs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Returns what becomes a list of the epochs in which `last.ckpt` is written."""
     epochs, save = [], LastCheckpoint.save
@@ -144,8 +179,8 @@ def saved_epochs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("age_s", "options", "saved", "steps"),
     [
-        (60, {"trainer__max_epochs": 5}, [1, 1, 3, 3, 4], 15),
-        (60, {"trainer__max_epochs": -1, "trainer__max_steps": 11}, [1, 1, 3], 11),
+        (60, {"trainer__max_epochs": 5}, [0, 1, 1, 3, 3, 4], 15),
+        (60, {"trainer__max_epochs": -1, "trainer__max_steps": 11}, [0, 1, 1, 3], 11),
         (0, {"trainer__max_epochs": 3}, [0, 1, 1, 2], 9),
     ],
     ids=["epochs", "steps", "old"],
@@ -153,7 +188,7 @@ def saved_epochs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_epochs_without_validation_are_saved_when_the_checkpoint_is_old(
     age_s: float, options: dict[str, Any], saved: list[int], steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Validation is in the second epoch; the last one is saved in any case."""
+    """Validation is in the second epoch; the first and the last one are saved in any case."""
     epochs, init = saved_epochs(monkeypatch), LastCheckpoint.__init__
     monkeypatch.setattr(LastCheckpoint, "__init__", lambda self, *args: init(self, *args, min_interval_s=age_s))
     config = write_config(tmp_path / "tiny.yaml", trainer__check_val_every_n_epoch=2, **options)
@@ -164,7 +199,7 @@ def test_epochs_without_validation_are_saved_when_the_checkpoint_is_old(
 
 @pytest.mark.parametrize(
     ("hook", "epoch", "batch", "saved"),
-    [("training_step", 0, 5, [0]), ("on_validation_epoch_end", 1, None, [1, 1])],
+    [("training_step", 0, 5, [0]), ("on_validation_epoch_end", 1, None, [0, 1, 1])],
     ids=["without-validation", "after-validation"],
 )
 def test_an_interrupt_saves_an_epoch_that_is_not_saved(

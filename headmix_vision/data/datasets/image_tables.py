@@ -69,15 +69,15 @@ def read_table(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
     """
     check_file(path)
     check_memory(_ROW_BYTES * path.stat().st_size, f"the table {path}")
+    rows: list[tuple[int, Row]] = []
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, skipinitialspace=True)
+            reader = csv.DictReader(file, skipinitialspace=True, strict=True)
             header = [name.strip() for name in reader.fieldnames or ()]
             reader.fieldnames = header
             twice = next((name for name, count in Counter(header).items() if count > 1), None)
             if twice is not None:
                 raise InputError(f"{path}, line {reader.line_num}: there are two columns {twice!r}")
-            rows = []
             for row in reader:
                 if None in row:
                     count = len(header) + len(row[None])
@@ -87,8 +87,12 @@ def read_table(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
                     )
                 rows.append((reader.line_num, {name: (row[name] or "").strip() for name in header}))
             return header, rows
-    except (UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
         raise InputError(f"{path} is not a table: {error}") from None
+    except csv.Error as error:  # a quotation mark that is left open would take the rows behind it
+        raise InputError(
+            f"{path} is not a table: {error}, in the row after line {rows[-1][0] if rows else 1}"
+        ) from None
 
 
 def rows_of_split(path: Path, rows: Sequence[tuple[int, Row]], split: str, only_split: str) -> list[tuple[int, Row]]:

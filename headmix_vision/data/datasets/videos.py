@@ -23,7 +23,7 @@ from headmix_vision.data.datasets.image_tables import read_table, rows_of_split
 from headmix_vision.data.fitting import SHEET_SIDE, crop_frames, draw_sheet, sheet_numbers
 from headmix_vision.data.labels import number_labels
 from headmix_vision.errors import InputError
-from headmix_vision.files.pictures import find_clips, find_frames, is_hidden, is_picture, is_video
+from headmix_vision.files.pictures import find_clips, find_frames, is_hidden, is_video
 from headmix_vision.files.video import probe_clip, read_clip, require_av
 
 UNLABELLED = "unlabelled"
@@ -77,7 +77,7 @@ def make_videos(videos: list[Video], folder: Path, request: SplitRequest) -> "Vi
         raise InputError(f"dataset {request.name!r} needs the number of frames of a clip")
     if any(is_video(video.path) for video in videos):
         require_av("reading a video")
-    frames = next((video.path for video in videos if video.path.is_dir() or is_picture(video.path)), None)
+    frames = next((video.path for video in videos if video.path.is_dir() or not is_video(video.path)), None)
     if frames is not None and request.clip.frame_rate is not None:
         what = "a folder of frames" if frames.is_dir() else "an animated picture"
         raise InputError(

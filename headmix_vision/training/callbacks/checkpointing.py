@@ -42,8 +42,9 @@ class TakeSignals(Callback):
 class LastCheckpoint(TakeSignals):
     """Keep `last.ckpt` current, and on a signal save it, print how to resume and exit with 128 + signal number.
 
-    The checkpoint is written before and after each validation, after the last epoch, and every so many steps. After an
-    epoch without validation it is written if the one before is old enough: training waits while it is.
+    The checkpoint is written before and after each validation, after the first and the last epoch, and every so many
+    steps. After another epoch without validation it is written if the one before is old enough: training waits while it
+    is.
 
     The one before validation makes Lightning go straight back to that validation, so that neither a crash nor an
     interruption there costs an epoch. Nothing is written while a gradient is half accumulated or while the averaged
@@ -59,7 +60,7 @@ class LastCheckpoint(TakeSignals):
         request: The signal handler.
         resume_command: The command to print.
         run: The run directory; when it is lost, training is to stop as well, and saving ends the process.
-        every_n_steps: Also write after every so many optimizer steps; not when None.
+        every_n_steps: Also write after every so many optimizer steps, the last one of an epoch included; not when None.
         min_interval_s: Age in seconds from which the one before is replaced after an epoch without validation.
     """
 
@@ -80,7 +81,7 @@ class LastCheckpoint(TakeSignals):
         self.run = run
         self.every_n_steps = every_n_steps
         self.min_interval_s = min_interval_s
-        self._last_step, self._validated, self._saved_at_s, self._looked_at_s = 0, False, 0.0, 0.0
+        self._last_step, self._validated, self._due, self._saved_at_s, self._looked_at_s = 0, False, False, 0.0, 0.0
         self._asked = Latest()
 
     def save(self, trainer: Trainer) -> None:
@@ -89,7 +90,7 @@ class LastCheckpoint(TakeSignals):
             trainer.save_checkpoint(self.path, weights_only=False)
             if not self.path.is_file():  # of a run with metrics behind its first checkpoint it is taken to exist
                 finish_saving(trainer)
-            self._saved_at_s = time.monotonic()
+            self._saved_at_s, self._due = time.monotonic(), False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note where this run starts, and signals from here on, to act upon them between two steps."""
@@ -111,8 +112,8 @@ class LastCheckpoint(TakeSignals):
         if not stepped:
             return
         requested = self._requested_lately(trainer)
-        due = self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0
-        if (requested or due) and can_resume_after_batch(trainer):
+        self._due |= self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0
+        if (requested or self._due) and can_resume_after_batch(trainer):
             self.save(trainer)
             if requested:
                 self._stop(trainer)
@@ -145,10 +146,11 @@ class LastCheckpoint(TakeSignals):
             self._stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save an epoch with a validation, the last one, and after an old checkpoint; save and stop, if asked to."""
+        """Save an epoch with validation, the first and the last one, and after an old checkpoint; stop, if asked to."""
         requested, old = self._requested(trainer), time.monotonic() - self._saved_at_s >= self.min_interval_s
-        due = requested or self._validated or is_last_epoch(trainer)
-        if due or trainer.strategy.reduce_boolean_decision(old, all=False):
+        due = requested or self._validated or self._due or is_last_epoch(trainer)
+        # A run with results of two epochs and no checkpoint is taken for one whose checkpoint was deleted.
+        if due or trainer.strategy.reduce_boolean_decision(old or not self.path.is_file(), all=False):
             self.save(trainer)
         if requested:
             self._stop(trainer)
