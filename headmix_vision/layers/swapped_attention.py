@@ -231,7 +231,7 @@ class SwappedAttention(HeadMixAttention):
         return super().forward(x, attn_mask, is_causal, grid, rotation, key_mask)
 
     def _current_grid(self, tokens: int) -> tuple[int, ...]:
-        """Return the grid of the call; in a backward pass, which computes layers again, that of the call before."""
+        """Return the grid of the call; where gradient checkpointing computes a layer again, of its forward pass."""
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() < 0:
             return self.grid_of_call.shape
         return self.grid_of_call.of_backward(tokens - self.grid.num_prefix_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from headmix_vision.errors import InputError, pair
 
 
-class CallGrid:
-    """Base class of grids that a forward hook of the patch embedding keeps.
+class CallGrid(ABC):
+    """Base class of the forward hook of a patch embedding that keeps the grid of the call.
 
     A copy of the model has a grid of its own. A copy of a part, such as peft makes to train it, shares the grid of the
     model, in which the copy takes the place of the part.
@@ -51,22 +52,22 @@ class CallGrid:
         return shape
 
     @property
+    @abstractmethod
     def embed(self) -> Any:
         """The patch embedding that the model has now."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def shape(self) -> tuple[int, ...]:
         """The grid of the current call."""
-        raise NotImplementedError
 
     def attach(self) -> None:
-        """Register what tells the grid of a call."""
+        """Register the hook."""
         self.embed.register_forward_hook(self)
 
+    @abstractmethod
     def __call__(self, embed: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
         """Take the grid from a call of the embedding."""
-        raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CallGrid:
         if id(self.model) not in memo:

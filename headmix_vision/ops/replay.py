@@ -1,4 +1,4 @@
-"""Record calls of the ops, and replay them in C++: no Python runs in the forward or the backward pass.
+"""Record calls of the ops, and replay their forward and backward passes in C++.
 
 Set the environment variable ``HEADMIX_VISION_REPLAY=1`` for it before the package is imported. It needs a C++ compiler:
 the first call begins to compile ``replay.cpp``, which is cached where Triton caches kernels, and calls are ordinary

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from timm.task import LogitDistillationTask
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -342,9 +343,8 @@ class DistilledClassifier(ImageClassifier):
     def setup(self, stage: str) -> None:
         """Compare the model with the data; see `ImageClassifier`."""
         super().setup(stage)
-        for command in ("test", "predict"):
-            if stage == command and self.num_classes < 2:
-                raise InputError(f"{command} needs a classifier, and the student has none")
+        if stage in ("test", "predict") and self.num_classes < 2:
+            raise InputError(f"{TrainerFn(stage).value} needs a classifier, and the student has none")
 
     def on_train_start(self) -> None:
         """Start as every training does, limited to the stages that are left."""

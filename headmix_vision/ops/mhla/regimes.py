@@ -20,7 +20,7 @@ def pairwise_terms(
 ) -> tuple[float, float, float, float]:
     """Count the entries of the tokens' rows, the products over all pairs, and the pairs of tokens with own weights.
 
-    Products are those of whole tiles. The Gluon kernels have a term of their own, the last: the entries of the rows.
+    Products are counted in whole tiles. Where the Gluon kernels run, the last term alone counts: the rows' entries.
 
     Args:
         blocks, dim, value_dim: of the call.
