@@ -48,7 +48,7 @@ class ClassificationData(DataModule):
         root: Place of the data. For folder a directory with train/ and val/ or train.tar and val.tar, or one tar
             file with these directories inside; for table/NAME a .csv, or the directory of an images.csv.
         train_split: Name of the training split.
-        val_split: Name of the validation split.
+        val_split: Name of the validation split; none when null: then the last checkpoint is tested.
         test_split: Name of the test split; the validation split if null.
         predict_path: Image file or folder, searched with its sub-folders, for the predict command.
         batch_size: Images per process and step.
@@ -70,7 +70,7 @@ class ClassificationData(DataModule):
         dataset: str = "digits",
         root: str | None = None,
         train_split: str = "train",
-        val_split: str = "validation",
+        val_split: str | None = "validation",
         test_split: str | None = None,
         predict_path: str | None = None,
         batch_size: int = 128,

@@ -185,7 +185,8 @@ class DataModule(lightning.LightningDataModule):
         roles = {"fit": ["train", "val"], "validate": ["val"], "test": ["test"]}[stage]
         opened = {role: str(names[role]) for role in roles if names[role] is not None}
         if not opened:
-            raise InputError("there is no validation split: set data.val_split")
+            name = "test" if stage == "test" else "validation"
+            raise InputError(f"there is no {name} split: set data.{roles[0]}_split")
         try:
             self._splits = {role: self._open(split, role) for role, split in opened.items()}
         except AbsentSplitError as error:
@@ -203,6 +204,19 @@ class DataModule(lightning.LightningDataModule):
             except SmallSplitError as error:
                 raise self._with_fitting_options(error) from None
             self._check_interval(loader)
+            self._say_shared_samples()
+
+    def _say_shared_samples(self) -> None:
+        """Say how many validation samples are trained on, by their names; those of a stream have none."""
+        train, val = self._splits["train"], self._splits.get("val")
+        if val is None or isinstance(train, Stream) or isinstance(val, Stream):
+            return
+        held = {val.name(index) for index in range(len(val))}
+        if shared := len(held.intersection(train.name(index) for index in range(len(train)))):
+            say_once(
+                f"note: {shared:,} of {len(val):,} validation samples are training samples, too: validation judges what"
+                " the model has seen"
+            )
 
     def _with_fitting_options(self, error: InputError) -> InputError:
         """Add all options that fit a recipe to the training split, unless that lacks, too."""

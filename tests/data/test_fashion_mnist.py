@@ -8,6 +8,7 @@ import torch
 from inputs import write_fashion_mnist
 from torch.nn.functional import pad
 
+from headmix_vision import console
 from headmix_vision.data import ClassificationData
 from headmix_vision.data.augmentation import Augmentation
 from headmix_vision.data.batch_augmentation import batch_augmentation, uniform_numbers
@@ -44,6 +45,30 @@ def test_splits_share_no_picture_and_hold_all(folder: Path) -> None:
     assert len(numbers["validation"]) == TRAIN // 12
     assert sorted(numbers["train"] + numbers["validation"]) == numbers["all"]
     assert open_source(request(folder, "test", channels=3)).read(0)[0].shape == (3, 28, 28)
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "shared"), [("train", "validation", 0), ("all", "val", 2), ("train", "train", 22)]
+)
+def test_validation_on_training_pictures_is_said(folder: Path, capsys, train, val, shared) -> None:
+    console._said.clear()
+    data = ClassificationData("fashion_mnist", str(folder), train, val, batch_size=4)
+    attach(data, img_size=28)
+    said = capsys.readouterr()
+    note = f"note: {shared} of {shared} validation samples are training samples, too"
+    assert (note in said.out + said.err) == bool(shared)
+
+
+def test_all_pictures_are_trained_on_without_validation(folder: Path) -> None:
+    data = ClassificationData("fashion_mnist", str(folder), "all", None, "test", batch_size=4)
+    attach(data, img_size=28)
+    assert len(data.train_dataloader().dataset) == TRAIN and not data.val_dataloader()
+    data.setup("test")
+    with pytest.raises(InputError, match=r"there is no validation split: set data.val_split"):
+        data.setup("validate")
+    untested = ClassificationData("fashion_mnist", str(folder), "all", None, batch_size=4)
+    with pytest.raises(InputError, match=r"there is no test split: set data.test_split"):
+        attach(untested, "test", img_size=28)
 
 
 @pytest.mark.skipif(not Path(fashion_mnist.DEBIAN_FOLDER).is_dir(), reason="apt install dataset-fashion-mnist")

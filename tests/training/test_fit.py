@@ -51,6 +51,18 @@ def test_python_trains_and_validates_as_the_commands_do(reference_run: Path, tmp
         TrainingRequest(kind="classifier", action="sample")  # type: ignore[arg-type]
 
 
+def test_without_validation_the_last_checkpoint_is_tested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As for the last training of a model on all pictures, of which no part is left to choose by."""
+    run_dir = tmp_path / "run"
+    splits = {"data__train_split": "all", "data__val_split": None, "data__test_split": "validation"}
+    config = write_config(tmp_path / "tiny.yaml", trainer__max_epochs=1, **splits)
+    assert run("fit", "-c", config, "--run_dir", run_dir) == 0
+    assert f"run {run_dir} · checkpoint {run_dir / LAST}" in capsys.readouterr().out
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["last.ckpt"]
+    assert run("test", "--run_dir", run_dir) == 0
+    assert (run_dir / "classes_test.csv").is_file()
+
+
 def test_metrics_have_one_row_per_step(reference_run: Path) -> None:
     rows = read_csv(reference_run / "metrics.csv")
     assert [int(row["step"]) for row in rows] == list(range(6))

@@ -144,7 +144,7 @@ class Shards:
 
     def name(self, index: int) -> str:
         """The path of a sample's shard, with its number therein."""
-        return f"{self.folder / self._relative(index)}"
+        return f"{self.folder}/{self._relative(index)}"
 
     def files(self) -> list[tuple[str, int]]:
         """Shards with the number therein, and sizes in bytes, of all samples."""

@@ -24,12 +24,12 @@ def open_torchvision(request: SplitRequest) -> Source:
     if labels is not None:
         kept, targets, names = number_labels(
             [label.item() if hasattr(label, "item") else label for label in labels],
-            lambda number: _name(opened, number),
+            lambda number: _name(opened, request.split, number),
             request.name,
             request.label_rule,
             class_names=names,
         )
-    return TorchvisionImages(request.label_rule, opened, kept, targets, names or [], request.decoding)
+    return TorchvisionImages(request.split, request.label_rule, opened, kept, targets, names or [], request.decoding)
 
 
 def _class_name(name: str | Sequence[str]) -> str:
@@ -37,22 +37,23 @@ def _class_name(name: str | Sequence[str]) -> str:
     return name if isinstance(name, str) else ", ".join(name)
 
 
-def _name(data: Any, number: int) -> str:
+def _name(data: Any, split: str, number: int) -> str:
     samples = getattr(data, "samples", None)
-    return str(samples[number][0]) if samples else f"{type(data).__name__}[{number}]"
+    return str(samples[number][0]) if samples else f"{type(data).__name__} {split}[{number}]"
 
 
 class TorchvisionImages(Selection):
     """A torchvision data set of (PIL image, target) pairs.
 
     Args:
+        split: What messages call the split.
         rule: What is done with an image that has no valid label.
         selection: As for `Selection`.
     """
 
-    def __init__(self, rule: LabelRule, *selection: Any) -> None:
+    def __init__(self, split: str, rule: LabelRule, *selection: Any) -> None:
         super().__init__(*selection)
-        self.rule = rule
+        self.split, self.rule = split, rule
 
     def read(self, index: int) -> tuple[RawImage, int]:
         image, target = self.data[self.kept[index]]
@@ -61,4 +62,4 @@ class TorchvisionImages(Selection):
         return self.decoding.convert(image), int(target)
 
     def name(self, index: int) -> str:
-        return _name(self.data, self.kept[index])
+        return _name(self.data, self.split, self.kept[index])
