@@ -1,4 +1,4 @@
-"""Conversion of weights of transformers' ViT and DINOv2 to the names of timm's vision transformers."""
+"""Conversion of weights of transformers' ViT, DeiT and DINOv2 to the names of timm's vision transformers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from headmix_vision.errors import InputError
 _BLOCK = re.compile(r"encoder\.layer\.(\d+)\.(.+)\.(weight|bias|lambda1)")
 _RENAMED = {
     "embeddings.cls_token": "cls_token",
+    "embeddings.distillation_token": "dist_token",
+    "embeddings.register_tokens": "reg_token",
     "embeddings.position_embeddings": "pos_embed",
     "embeddings.patch_embeddings.projection.weight": "patch_embed.proj.weight",
     "embeddings.patch_embeddings.projection.bias": "patch_embed.proj.bias",
@@ -20,6 +22,10 @@ _RENAMED = {
     "layernorm.bias": "norm.bias",
     "classifier.weight": "head.weight",
     "classifier.bias": "head.bias",
+    "cls_classifier.weight": "head.weight",
+    "cls_classifier.bias": "head.bias",
+    "distillation_classifier.weight": "head_dist.weight",
+    "distillation_classifier.bias": "head_dist.bias",
 }
 _IN_BLOCK = {
     "attention.output.dense": "attn.proj",
@@ -32,20 +38,23 @@ _IN_BLOCK = {
     **{name: name for name in ("norm1", "norm2", "mlp.fc1", "mlp.fc2")},
 }
 _QKV = ("query", "key", "value")
-_PREFIXES = ("vit.", "dinov2.", "backbone.")
+_PREFIXES = ("vit.", "deit.", "dinov2.", "dinov2_with_registers.", "backbone.")
 _IGNORED = ("embeddings.mask_token", "pooler.dense.weight", "pooler.dense.bias")
 
 
 def transformers_to_timm(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the weights of transformers' ViT or DINOv2, and join queries, keys and values.
+    """Rename the weights of transformers' ViT, DeiT or DINOv2, and join queries, keys and values.
 
-    Mask token and pooler are left out: timm's models have neither.
+    Mask token and pooler are left out: timm's models have neither. A distillation token without a classifier becomes a
+    register token. Where there are register tokens, the positions of class and distillation token are added to them, as
+    timm's ``no_embed_class`` expects.
 
     Args:
-        state_dict: Weights as ``save_pretrained`` writes them, with or without the prefix ``vit.`` or ``dinov2.``.
+        state_dict: Weights as ``save_pretrained`` writes them, with or without the prefix of the model's type.
 
     Raises:
-        InputError: A weight without a place in timm's models, or a layer without one of queries, keys and values.
+        InputError: A weight without a place in timm's models, a layer without one of queries, keys and values, or
+            positions that do not fit the tokens.
     """
     renamed: dict[str, Tensor] = {}
     parts: dict[str, dict[str, Tensor]] = {}
@@ -63,9 +72,28 @@ def transformers_to_timm(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
             leaf = "gamma" if in_block[3] == "lambda1" else in_block[3]
             renamed[f"blocks.{in_block[1]}.{_IN_BLOCK[in_block[2]]}.{leaf}"] = value
         else:
-            raise InputError(f"{full} has no place in timm's vision transformers: not a ViT or DINOv2 of transformers.")
+            raise InputError(
+                f"{full} has no place in timm's vision transformers: not a ViT, DeiT or DINOv2 of transformers."
+            )
     for name, three in parts.items():
         if missing := [part for part in _QKV if part not in three]:
             raise InputError(f"{name} cannot be made: the weights lack {missing[0]}.")
         renamed[name] = torch.cat([three[part] for part in _QKV])
-    return renamed
+    return _with_register_tokens(renamed)
+
+
+def _with_register_tokens(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Make a distillation token without a classifier a register token, and leave positions to patches alone."""
+    placed = ["cls_token"]
+    if "dist_token" in weights and "head_dist.weight" not in weights:
+        weights = {"reg_token" if name == "dist_token" else name: value for name, value in weights.items()}
+        placed.append("reg_token")
+    elif "reg_token" not in weights:
+        return weights
+    positions = weights.get("pos_embed", torch.empty(0)).float()
+    for index, name in enumerate(placed):
+        token = weights.get(name)
+        if token is None or positions.ndim != 3 or token.shape != positions[:, index : index + 1].shape:
+            raise InputError(f"{name} and the position embeddings of the weights do not fit each other.")
+        weights[name] = token.float() + positions[:, index : index + 1]
+    return {**weights, "pos_embed": positions[:, len(placed) :]}

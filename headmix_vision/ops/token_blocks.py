@@ -17,6 +17,7 @@ from torch import Tensor
 from headmix_vision.errors import InputError
 from headmix_vision.ops.dispatch import apply_of, as_axes, is_plain, out_of_dead_transformation
 from headmix_vision.ops.runtime import cached_tables
+from headmix_vision.ops.symbolic_sizes import is_symbolic, larger
 from headmix_vision.ops.token_grid import TokenGrid
 from headmix_vision.ops.token_ranks import SEQUENCE, TokenRanks
 
@@ -40,7 +41,8 @@ class BlockTables(NamedTuple):
 
     @classmethod
     def of(cls, block_of_token: Tensor, tokens: Tensor, slot_of_token: Tensor) -> BlockTables:
-        places, full = tokens.flatten(), tokens.numel() == slot_of_token.numel()
+        places = tokens.flatten()
+        full = not is_symbolic(places.numel()) and places.numel() == slot_of_token.numel()
         absent = None if full else (places < 0)[:, None]
         return cls(block_of_token, tokens, slot_of_token, places.clamp(min=0), absent)
 
@@ -129,7 +131,7 @@ class TokenBlocks:
     def max_block_size(self) -> int:
         """n, tokens in the largest block, repeats included."""
         largest = math.prod([-(-g // b) for g, b in zip(self.grid.shape, self.block_grid, strict=True)])
-        return self.grid.repeats * max(largest, self.grid.num_prefix_tokens)
+        return self.grid.repeats * larger(largest, self.grid.num_prefix_tokens)
 
     @property
     def row_ends(self) -> tuple[int, ...]:
@@ -137,7 +139,7 @@ class TokenBlocks:
 
         The first so many tokens are the same ones in raster order and in that of :meth:`order`.
         """
-        ends = self._axes[0].starts(torch.device("cpu"))[1:]
+        ends = self._axes[0].starts()[1:]
         return tuple(self.grid.repeats * (self.grid.num_prefix_tokens + ends * math.prod(self.grid.shape[1:])).tolist())
 
     def tables(self, like: Tensor) -> BlockTables:
@@ -158,7 +160,7 @@ class TokenBlocks:
 
     def block_centers(self) -> Tensor:
         """Compute the mean coordinates, in tokens, of all blocks but the prefix block: float64 [M - prefix, axes]."""
-        starts = [axis.starts(torch.device("cpu")).double() for axis in self._axes]
+        starts = [axis.starts().double() for axis in self._axes]
         axes = [(ends[:-1] + ends[1:] - 1) / 2 for ends in starts]
         return torch.cartesian_prod(*axes).reshape(math.prod(self.block_grid), len(self.block_grid))
 
@@ -222,7 +224,7 @@ class BlocksOfRank(TokenBlocks):
     @property
     def max_block_size(self) -> int:
         largest = math.prod([axis.longest for axis in self._axes])
-        return self.grid.repeats * max(largest, self.held.num_prefix_tokens)
+        return self.grid.repeats * larger(largest, self.held.num_prefix_tokens)
 
     @property
     def are_shared(self) -> bool:
@@ -264,13 +266,17 @@ class _Axis:
     size: int
     count: int
 
-    def starts(self, device: torch.device) -> Tensor:
-        """Return the first token of each block, and the number of tokens at the end: [blocks + 1]."""
-        return (torch.arange(self.count + 1, device=device) * self.size + self.count - 1) // self.count
+    def start(self, block: Tensor) -> Tensor:
+        """Return the first token of blocks, and the number of tokens for the block after the last."""
+        return (block * self.size + self.count - 1) // self.count
 
-    def blocks(self, device: torch.device) -> Tensor:
-        """Return the block of each token: [size]."""
-        return torch.arange(self.size, device=device) * self.count // self.size
+    def block(self, token: Tensor) -> Tensor:
+        """Return the block of tokens."""
+        return token * self.count // self.size
+
+    def starts(self) -> Tensor:
+        """Return the first token of each block, and the number of tokens at the end: [blocks + 1] on the CPU."""
+        return self.start(torch.arange(self.count + 1, device="cpu"))
 
     @property
     def longest(self) -> int:
@@ -291,12 +297,11 @@ class _PartOfAxis(_Axis):
         first_block, last_block = (token * whole.count // whole.size for token in (first, end - 1))
         return cls(end - first, last_block + 1 - first_block, whole, first, first_block)
 
-    def starts(self, device: torch.device) -> Tensor:
-        starts = self.whole.starts(device)[self.first_block :][: self.count + 1] - self.first_token
-        return starts.clamp(0, self.size)
+    def start(self, block: Tensor) -> Tensor:
+        return (self.whole.start(block + self.first_block) - self.first_token).clamp(0, self.size)
 
-    def blocks(self, device: torch.device) -> Tensor:
-        return self.whole.blocks(device)[self.first_token :][: self.size] - self.first_block
+    def block(self, token: Tensor) -> Tensor:
+        return self.whole.block(token + self.first_token) - self.first_block
 
     @property
     def longest(self) -> int:
@@ -306,45 +311,47 @@ class _PartOfAxis(_Axis):
 
 
 def _build_tables(blocks: TokenBlocks, device: torch.device) -> BlockTables:
+    """Compute the tables elementwise, and of symbolic sizes with two places or more in a block.
+
+    A graph holds for all sizes then: dims that may be 1, as these of axes and blocks, would be guarded.
+    """
     grid, first = (blocks.held, blocks.skipped) if isinstance(blocks, BlocksOfRank) else (blocks.grid, 0)
     repeats, prefix, prefix_blocks = grid.repeats, grid.num_prefix_tokens, blocks.num_prefix_blocks
-    n = blocks.max_block_size // repeats
+    n = blocks.max_block_size
+    n = larger(n, 2) if is_symbolic(n) else n
 
-    # index holds the raster index of every (block, place in block). Where a block is short along an axis, -1 marks the
-    # places that it lacks.
-    block_of_token = torch.zeros((), dtype=torch.long, device=device)
-    slot_in_block = torch.zeros((), dtype=torch.long, device=device)
-    index = torch.zeros((1, 1), dtype=torch.long, device=device)
-    for axis in blocks._axes:
-        size, count, length = axis.size, axis.count, axis.longest
-        starts = axis.starts(device)
-        place = torch.arange(length, device=device)
-        table = starts[:-1, None] + place
-        table = torch.where(table < starts[1:, None], table, -1)
-        combined = index[:, None, :, None] * size + table[None, :, None, :]
-        absent = (index[:, None, :, None] < 0) | (table[None, :, None, :] < 0)
-        index = torch.where(absent, -1, combined).reshape(index.shape[0] * count, index.shape[1] * length)
-        token = torch.arange(size, device=device)
-        block = axis.blocks(device)
-        block_of_token = (block_of_token[..., None] * count + block).reshape(-1)
-        slot_in_block = (slot_in_block[..., None] * length + token - starts[block]).reshape(-1)
-
-    end = first + grid.num_grid_tokens
-    index = torch.where((index < first) | (index >= end), -1, index - first + prefix)
-    block_of_token, slot_in_block = block_of_token[first:end], slot_in_block[first:end]
-    index = torch.nn.functional.pad(index, (0, n - index.shape[1]), value=-1)
+    # The raster index of every (block, place in block), -1 where a block lacks the place.
+    slot = torch.arange(blocks.num_blocks * n, device=device)
+    block, place = slot // n, slot % n // repeats
+    raster = torch.zeros_like(slot)
+    absent, across, stride = torch.zeros_like(slot, dtype=torch.bool), (block - prefix_blocks, place), 1
+    for axis in reversed(blocks._axes):
+        of_axis, inside = across[0] % axis.count, across[1] % axis.longest
+        across = across[0] // axis.count, across[1] // axis.longest
+        token = axis.start(of_axis) + inside
+        absent = absent | (token >= axis.start(of_axis + 1))
+        raster, stride = raster + stride * token, stride * axis.size
+    absent = absent | (across[1] > 0) | (raster < first) | (raster >= first + grid.num_grid_tokens)
+    index = raster - first + prefix
     if prefix:
-        prefix_block = torch.nn.functional.pad(torch.arange(prefix, device=device), (0, n - prefix), value=-1)
-        index = torch.cat([prefix_block[None], index])
-        block_of_token = torch.cat([block_of_token.new_zeros(prefix), block_of_token + prefix_blocks])
-        slot_in_block = torch.cat([torch.arange(prefix, device=device), slot_in_block])
-    slot_of_token = block_of_token * n + slot_in_block
-    if repeats > 1:
-        each = torch.arange(repeats, device=device)
-        index = torch.where(index[..., None] < 0, -1, index[..., None] * repeats + each).flatten(1)
-        block_of_token = block_of_token.repeat_interleave(repeats)
-        slot_of_token = (slot_of_token[:, None] * repeats + each).flatten()
-    return BlockTables.of(block_of_token, index, slot_of_token)
+        in_prefix = block < prefix_blocks
+        index, absent = torch.where(in_prefix, place, index), torch.where(in_prefix, place >= prefix, absent)
+    tokens = torch.where(absent, -1, index * repeats + slot % n % repeats)
+
+    # The block of every token, and its place in it.
+    each = torch.arange(grid.num_tokens, device=device)
+    token = each // repeats
+    rest = token - prefix + first
+    block, place, count, size = torch.zeros_like(each), torch.zeros_like(each), 1, 1
+    for axis in reversed(blocks._axes):
+        at, rest = rest % axis.size, rest // axis.size
+        of_axis = axis.block(at)
+        block, place = block + count * of_axis, place + size * (at - axis.start(of_axis))
+        count, size = count * axis.count, size * axis.longest
+    if prefix:
+        block = torch.where(token < prefix, 0, block + prefix_blocks)
+        place = torch.where(token < prefix, token, place)
+    return BlockTables.of(block, tokens.view(blocks.num_blocks, n), block * n + place * repeats + each % repeats)
 
 
 @cached_tables

@@ -30,6 +30,7 @@ from headmix_vision.runs.networks import LOCAL, PREPROCESSING, create_network, e
 
 _WEIGHTS = "model.safetensors"
 _ACTIVATIONS = ("gelu", "gelu_python")
+_DINOV2 = ("dinov2", "dinov2_with_registers")
 
 
 class Made(NamedTuple):
@@ -56,7 +57,7 @@ def open_teacher(
 
     Args:
         source: A run directory, a `.ckpt`, a `.safetensors` of `headmix export`, the name of a model in timm, or
-            `local-dir:` with a folder that timm or transformers (ViT, DINOv2) has saved.
+            `local-dir:` with a folder that timm or transformers (ViT, DeiT, DINOv2) has saved.
         checkpoint: Weights of a model named in timm; not needed where weights come with the package.
         arguments: Further arguments of `timm.create_model` for a model named in timm.
         img_size: Image size in pixels, to which position embeddings are resampled; that of the weights when None.
@@ -161,22 +162,26 @@ def _preprocessing(where: str, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_transformers(folder: Path, config: dict[str, Any], img_size: Any) -> Made:
-    """Make timm's network of a ViT or DINOv2 of transformers; its norms have timm's epsilon."""
+    """Make timm's network of a ViT, DeiT or DINOv2 of transformers; its norms have timm's epsilon."""
     where, kind = f"{folder / 'config.json'}", config["model_type"]
-    if kind not in ("vit", "dinov2") or config.get("use_swiglu_ffn") or config.get("hidden_act") not in _ACTIVATIONS:
+    if (
+        kind not in ("vit", "deit", *_DINOV2)
+        or config.get("use_swiglu_ffn")
+        or config.get("hidden_act") not in _ACTIVATIONS
+    ):
         raise InputError(
-            f"{where} describes a {kind!r:.40} that cannot be a teacher: it must be a ViT or DINOv2 with GELU, or a"
-            " folder of timm"
+            f"{where} describes a {kind!r:.40} that cannot be a teacher: it must be a ViT, DeiT or DINOv2 with GELU, or"
+            " a folder of timm"
         )
     sizes = ["hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size", "num_channels"]
-    sizes.append("mlp_ratio" if kind == "dinov2" else "intermediate_size")
+    sizes.append("mlp_ratio" if kind in _DINOV2 else "intermediate_size")
     config = check_fields(where, {"mlp_ratio": 4, **config}, dict.fromkeys(sizes, int))
     check_counts(1, **{f"{name} in {where}": config[name] for name in sizes})
     state = transformers_to_timm(read_weights(folder / _WEIGHTS))
     check_finite(state, str(folder / _WEIGHTS))
-    if kind == "dinov2":  # its classifier sees the class token and the mean of the patches
+    if kind in _DINOV2:  # its classifier sees the class token and the mean of the patches
         state = {name: value for name, value in state.items() if not name.startswith("head.")}
-    ratio = config["mlp_ratio"] if kind == "dinov2" else config["intermediate_size"] / config["hidden_size"]
+    ratio = config["mlp_ratio"] if kind in _DINOV2 else config["intermediate_size"] / config["hidden_size"]
     arguments: dict[str, Any] = {
         "num_classes": len(state["head.weight"]) if "head.weight" in state else 0,
         "img_size": config["image_size"],
@@ -187,9 +192,11 @@ def _open_transformers(folder: Path, config: dict[str, Any], img_size: Any) -> M
         "num_heads": config["num_attention_heads"],
         "mlp_ratio": ratio,
         "qkv_bias": bool(config.get("qkv_bias", True)),
-        **({"init_values": 1.0} if kind == "dinov2" else {}),
+        **({"init_values": 1.0} if kind in _DINOV2 else {}),
+        **({"reg_tokens": state["reg_token"].shape[1], "no_embed_class": True} if "reg_token" in state else {}),
     }
-    made = _create("vit_base_patch16_224", arguments, None, None)
+    name = "deit_base_distilled_patch16_224" if "dist_token" in state else "vit_base_patch16_224"
+    made = _create(name, arguments, None, None)
     network: Any = made.network
     try:
         network.load_state_dict(state)

@@ -13,6 +13,7 @@ import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 import headmix_vision
 from headmix_vision.cli import distill, export
@@ -291,6 +292,69 @@ def test_a_teacher_of_transformers_becomes_one_of_timm(tmp_path: Path) -> None:
     transformers.BertConfig().save_pretrained(tmp_path / "dinov2")
     with pytest.raises(InputError, match="describes a 'bert' that cannot be a teacher"):
         open_teacher(f"local-dir:{tmp_path / 'dinov2'}")
+
+
+def transformers_folder(name: str, folder: Path, **changed: int) -> Any:
+    """Save a small DeiT or DINOv2 with drawn weights, and return it."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 7}
+    sizes |= changed
+    if name.startswith("DeiT"):
+        config = transformers.DeiTConfig(**sizes, intermediate_size=64, num_labels=5, layer_norm_eps=1e-6)
+    else:
+        config = transformers.Dinov2WithRegistersConfig(**sizes, num_register_tokens=3, num_labels=5)
+    theirs = getattr(transformers, name)(config).eval()
+    torch.manual_seed(0)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("DeiTModel", 2),
+        ("DeiTForImageClassification", 2),
+        ("DeiTForImageClassificationWithTeacher", 2),
+        ("Dinov2WithRegistersModel", 4),
+        ("Dinov2WithRegistersForImageClassification", 4),
+    ],
+)
+def test_teachers_of_transformers_keep_distillation_and_register_tokens(name: str, prefix: int, tmp_path: Path) -> None:
+    theirs = transformers_folder(name, tmp_path / "theirs")
+    made = open_teacher(f"local-dir:{tmp_path / 'theirs'}")
+    network: Any = made.network
+    images = torch.randn(2, 3, 28, 28)
+    wanted = getattr(theirs, theirs.base_model_prefix, theirs)(images).last_hidden_state
+    torch.testing.assert_close(network.forward_features(images), wanted, rtol=1e-4, atol=1e-4)
+    assert network.num_prefix_tokens == prefix
+    if name.startswith("DeiTFor"):
+        torch.testing.assert_close(network(images), theirs(images).logits, rtol=1e-4, atol=1e-4)
+    student: Any = make_student(made, options={"block_grid": 2})
+    again: Any = timm.create_model(student.name, **student.arguments)
+    again.load_state_dict(student.network.state_dict())
+    torch.testing.assert_close(again.eval()(images), student.network(images))
+    large = open_teacher(f"local-dir:{tmp_path / 'theirs'}", img_size=42)
+    assert large.network(torch.randn(1, 3, 42, 42)).shape == network(images[:1]).shape
+
+
+def test_a_deit_of_transformers_is_distilled_by_the_command(tmp_path: Path) -> None:
+    digits = {"image_size": 8, "patch_size": 1, "num_channels": 1}
+    transformers_folder("DeiTForImageClassificationWithTeacher", tmp_path / "theirs", **digits)
+    stages = {"model__attention": {"steps": 2}, "model__features__steps": 2}
+    config = write_config(tmp_path / "a.yaml", f"local-dir:{tmp_path / 'theirs'}", **stages)
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "run") == 0
+    assert logged(tmp_path / "run", "train/loss_step")
+
+
+@pytest.mark.parametrize("lost", ["embeddings.position_embeddings", "embeddings.cls_token"])
+def test_a_teacher_of_transformers_without_positions_or_class_token_is_refused(lost: str, tmp_path: Path) -> None:
+    transformers_folder("Dinov2WithRegistersModel", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({name: value for name, value in weights.items() if name != lost}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="cls_token and the position embeddings of the weights do not fit each other"):
+        open_teacher(f"local-dir:{tmp_path}")
 
 
 @pytest.mark.parametrize("recipe", ["digits", "folder"])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headmix_vision.ops.numerics import accumulation_dtype, autocast_off
+from headmix_vision.ops.symbolic_sizes import count_chunks, doublings, is_symbolic_in_export
 from headmix_vision.ops.token_blocks import gather
 from headmix_vision.ops.token_scan import ScanTables
 
@@ -67,9 +68,9 @@ def head_in_head_torch(inputs: Inputs, scan: ScanTables | None) -> tuple[Tensor,
         if scan is not None:
             q, k, v, beta, log_decay, mask = _reorder(scan, mask, q, k, v, beta, log_decay)
 
-        length = min(tokens, _chunk_length(r, q.shape[-1], v.shape[-1]))
-        q, k, v, beta, log_decay = _to_chunks(length, dtype, q, k, v, beta, log_decay)
-        mask = _mask_chunks(mask, length, dtype)  # [B or 1, H, C or 1, T or 1, r, r]
+        chunks = count_chunks(tokens, _chunk_length(r, q.shape[-1], v.shape[-1]))
+        q, k, v, beta, log_decay = _to_chunks(chunks, dtype, q, k, v, beta, log_decay)
+        mask = _mask_chunks(mask, chunks, dtype)  # [B or 1, H, C or 1, T or 1, r, r]
         sums = _segment_sums(log_decay[..., None])[..., 0]  # [B, H, C, T, T + 1]
         within, since_start = sums[..., 1:].exp(), sums[..., 0].exp()  # e^(G_t - G_s), e^(G_t)
         to_end = within[..., -1, :]  # e^(G_end - G_s)
@@ -130,9 +131,9 @@ def head_in_head_rwkv7_torch(inputs: RWKV7Inputs, scan: ScanTables | None) -> tu
         if scan is not None:
             q, k, v, a, b, log_decay, mask = _reorder(scan, mask, q, k, v, a, b, log_decay)
 
-        length = min(tokens, RWKV7_CHUNK_LENGTH)
-        q, k, v, a, b, log_decay = _to_chunks(length, dtype, q, k, v, a, b, log_decay)
-        mask = _mask_chunks(mask, length, dtype)
+        chunks = count_chunks(tokens, RWKV7_CHUNK_LENGTH)
+        q, k, v, a, b, log_decay = _to_chunks(chunks, dtype, q, k, v, a, b, log_decay)
+        mask = _mask_chunks(mask, chunks, dtype)
         sums = _segment_sums(log_decay)  # [B, H, C, T, T + 1, Dk]
         within, since_start = sums[..., 1:, :].exp(), sums[..., 0, :].exp()  # e^(G_t - G_s), e^(G_t)
         to_end = within[..., -1, :, :]  # e^(G_end - G_s), [B, H, C, T, Dk]
@@ -197,18 +198,18 @@ def _restore(scan: ScanTables, x: Tensor) -> Tensor:
     return gather((x,), 1, scan.inverse, None, scan.order)[0]
 
 
-def _to_chunks(length: int, dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
-    """Cut the tokens of tensors into chunks, [B, N, H, ...] -> [B, H, C, T, ...].
+def _to_chunks(chunks: tuple[int, int], dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
+    """Cut the tokens of tensors into C chunks of T, [B, N, H, ...] -> [B, H, C, T, ...].
 
     Places after the last token are zeros, which neither write, erase nor decay.
     """
-    chunks = []
+    cut = []
     for x in tensors:
-        x, padding = x.to(dtype), -x.shape[1] % length
-        if padding:
+        x, padding = x.to(dtype), math.prod(chunks) - x.shape[1]
+        if is_symbolic_in_export(padding) or padding:
             x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, padding))
-        chunks.append(x.transpose(1, 2).unflatten(2, (x.shape[1] // length, length)))
-    return chunks
+        cut.append(x.transpose(1, 2).unflatten(2, chunks))
+    return cut
 
 
 def _from_chunks(x: Tensor, tokens: int) -> Tensor:
@@ -216,9 +217,9 @@ def _from_chunks(x: Tensor, tokens: int) -> Tensor:
     return x.flatten(2, 3)[:, :, :tokens].transpose(1, 2)
 
 
-def _mask_chunks(mask: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+def _mask_chunks(mask: Tensor, chunks: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Shape masks for chunks: [H, r, r] or [B, N, H, r, r] -> [1, H, 1, 1, r, r] or [B, H, C, T, r, r]."""
-    return mask.to(dtype)[None, :, None, None] if mask.ndim == 3 else _to_chunks(length, dtype, mask)[0]
+    return mask.to(dtype)[None, :, None, None] if mask.ndim == 3 else _to_chunks(chunks, dtype, mask)[0]
 
 
 def _segment_sums(log_decay: Tensor) -> Tensor:
@@ -276,9 +277,32 @@ def _chunk_states(transition: Tensor, addition: Tensor, initial_state: Tensor | 
         The state before each chunk, [B, H, C, Dk, Dv], and the last, [B, H, Dk, Dv].
     """
     state = torch.zeros_like(addition[:, :, 0]) if initial_state is None else initial_state.to(addition.dtype)
+    if is_symbolic_in_export(addition.shape[2]):
+        return _doubled_states(transition, addition, state)
     starts = []
     # unbind, as the gradient of indexing would be a tensor of all chunks for each chunk.
     for step, added in zip(transition.unbind(2), addition.unbind(2), strict=True):
         starts.append(state)
         state = step @ state + added
     return torch.stack(starts, 2), state
+
+
+def _doubled_states(transition: Tensor, addition: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute :func:`_chunk_states` of any number of chunks in one graph: each step joins spans of twice as many.
+
+    Steps that join more chunks than there are change nothing, so that the graph needs enough for the most.
+    """
+    chunk = torch.arange(addition.shape[2], device=addition.device)
+
+    def chunk_before(distance: int) -> tuple[Tensor, Tensor]:
+        """Return whether there is one [C, 1, 1], and which [C]."""
+        before = chunk - distance
+        return (before >= 0)[:, None, None], before.clamp(min=0)
+
+    exists, before = chunk_before(1)
+    addition = addition + torch.where(exists, 0, transition @ state[:, :, None])
+    for step in range(doublings(addition.shape[2])):
+        joins, earlier = chunk_before(2**step)
+        addition = addition + torch.where(joins, transition @ addition.index_select(2, earlier), 0)
+        transition = torch.where(joins, transition @ transition.index_select(2, earlier), transition)
+    return torch.where(exists, addition.index_select(2, before), state[:, :, None]), addition[:, :, -1]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headmix_vision.ops.mhla.exchange import mix_over_ranks
 from headmix_vision.ops.numerics import accumulation_dtype, autocast_off
+from headmix_vision.ops.symbolic_sizes import count_chunks
 from headmix_vision.ops.token_blocks import BlocksOfRank, BlockTables, TokenBlocks, to_blocks, to_tokens
 from headmix_vision.ops.token_grid import TokenGrid
 from headmix_vision.ops.token_ranks import TokenRanks
@@ -159,8 +160,9 @@ def causal_sums(
         [B, H, m, n, Dv] and [B, H, M, D, Dv].
     """
     m, n, M = *q.shape[2:4], mixing.shape[-1]
-    size = min(n, CHUNK)
-    q, k, v = (F.pad(x, (0, 0, 0, -n % size)).unflatten(3, (-1, size)) for x in (q, k, v))  # [B, H, m, chunks, size, D]
+    chunks, size = count_chunks(n, CHUNK)
+    # [B, H, m, chunks, size, D]
+    q, k, v = (F.pad(x, (0, 0, 0, chunks * size - n)).unflatten(3, (chunks, size)) for x in (q, k, v))
     of_chunks = k.mT @ v
     begun = F.pad(of_chunks[:, :, :, :-1].cumsum(3), (0, 0, 0, 0, 1, 0))
     summaries = F.pad(of_chunks.sum(3), (0, 0, 0, 0, first, M - first - m))

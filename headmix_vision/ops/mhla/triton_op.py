@@ -47,6 +47,7 @@ from headmix_vision.ops.mhla.triton_tables import tables_of_graph, traced_tables
 from headmix_vision.ops.mhla.triton_tuning import fits_hopper
 from headmix_vision.ops.numerics import autocast_off, storage_dtype
 from headmix_vision.ops.runtime import KernelFailed, device_of
+from headmix_vision.ops.symbolic_sizes import is_symbolic_in_export
 from headmix_vision.ops.token_blocks import BlocksOfRank, to_blocks
 
 
@@ -64,6 +65,8 @@ def plan_triton(
     settings = settings._replace(fallback=fallback)
     if isinstance(settings.blocks, BlocksOfRank):
         return partial(mhla_triton_of_rank, settings=settings)
+    if regime is None and is_symbolic_in_export(settings.blocks.num_tokens):
+        regime = "summary"  # linear for all sizes, of which one program cannot choose
     if regime is None:
         shape = settings.blocks, q.shape[-1], v.shape[-1]
         on_hopper = not settings.causal and fits_hopper(*shape) and serve(q.dtype, q.device, fallback)

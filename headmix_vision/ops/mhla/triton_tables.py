@@ -21,6 +21,7 @@ from headmix_vision.ops.mhla.hopper import launch as hopper
 from headmix_vision.ops.mhla.torch_impl import Settings, unpack_cached
 from headmix_vision.ops.mhla.triton_launch import parts
 from headmix_vision.ops.runtime import Layout, cached_tables, recorded
+from headmix_vision.ops.symbolic_sizes import is_symbolic
 
 _TABLES = ModuleType("tables")  # of graphs: torch.compile reads an attribute of a module when it comes to it
 
@@ -33,9 +34,7 @@ def tables_of_graph(q: Tensor, value_dim: int, packed: Sequence[int]) -> Tensor 
         value_dim: head dim of its values.
         packed: its settings.
     """
-    from torch.fx.experimental.symbolic_shapes import has_static_value
-
-    if not all(has_static_value(number) for number in packed):  # a graph for grids of all sizes
+    if any(map(is_symbolic, packed)):  # a graph for grids of all sizes
         return None
     name = _name_tables(tuple(packed), q.shape[2], q.shape[3], value_dim, q.dtype, q.device)
     return None if name is None else getattr(_TABLES, name)
