@@ -136,7 +136,7 @@ def test_second_call_runs_no_python(op):
 def test_calls_are_ordinary_until_the_extension_is_there(op, monkeypatch):
     there, asked = threading.Event(), []
     monkeypatch.setattr(replay_module, "_ready", there)
-    monkeypatch.setattr(replay_module, "_begin", lambda: asked.append(1))
+    monkeypatch.setattr(replay_module, "_begin", lambda args: asked.append(args))
     assert replay(op, 4, 5) == (5, 5) and len(asked) == 5
     there.set()
     assert replay(op, 4, 5) == (6, 6)
