@@ -25,11 +25,16 @@ using Sizes = std::array<unsigned, 3>;
 
 namespace {
 
-// Return a function of the CUDA driver, which PyTorch has loaded, or null; nothing is linked against it.
+// Return a function of a library that PyTorch has loaded, or null; nothing is linked against it.
 template <class F>
-F* find_in_driver(const char* name) {
-  void* library = dlopen("libcuda.so.1", RTLD_LAZY);
-  return library ? reinterpret_cast<F*>(dlsym(library, name)) : nullptr;
+F* find_in(const char* name, const char* function) {
+  void* library = dlopen(name, RTLD_LAZY);
+  return library ? reinterpret_cast<F*>(dlsym(library, function)) : nullptr;
+}
+
+template <class F>
+F* find_in_driver(const char* function) {
+  return find_in<F>("libcuda.so.1", function);
 }
 
 template <class F>
@@ -50,9 +55,21 @@ void launch(void* kernel, Sizes grid, Sizes block, unsigned shared, void* stream
   TORCH_CHECK(!status, "CUDA driver: ", message);
 }
 
+template <class Backend>
+void* current_stream(const Backend& backend, c10::Device device) {
+  auto stream = backend.getStream(device);
+  if constexpr (requires { backend.getStreamNativeHandle(stream); }) {
+    return backend.getStreamNativeHandle(stream);
+  } else {  // before PyTorch 2.11
+    static auto* ask = find_in<int(int32_t, void**)>("libtorch_cuda.so", "aoti_torch_get_current_cuda_stream");
+    void* handle = nullptr;
+    TORCH_CHECK(ask && !ask(device.index(), &handle), "the current CUDA stream is not known");
+    return handle;
+  }
+}
+
 void* current_stream(c10::Device device) {  // tests replay on the CPU, which has none
-  c10::impl::VirtualGuardImpl backend(device.type());
-  return device.is_cuda() ? backend.getStreamNativeHandle(backend.getStream(device)) : nullptr;
+  return device.is_cuda() ? current_stream(c10::impl::VirtualGuardImpl(device.type()), device) : nullptr;
 }
 
 // Return whether a CUDA graph may capture the current stream. Its calls are ordinary ones, which know what to keep.

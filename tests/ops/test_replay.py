@@ -189,7 +189,7 @@ def test_a_process_waits_no_longer_than_it_has_patience(compiler, tmp_path, monk
         while not (tmp_path / "begun").exists():
             time.sleep(0.05)
         monkeypatch.setattr(replay, "_PATIENCE_S", 0.1)
-        with pytest.raises(RuntimeError, match="another process has been building it for 0.1 s"):
+        with pytest.raises(RuntimeError, match="another process has been building it"):
             replay.build()
         compiler(BUILT)
         monkeypatch.setattr(replay, "_PATIENCE_S", 60)
