@@ -244,6 +244,97 @@ def test_replays_take_no_more_memory(case, replay):
         assert peak() <= expected
 
 
+@pytest.mark.parametrize("case", ["mhla 196", "mhla 1024", "head_in_head 4", "grid_conv silu"])
+def test_a_recorded_call_takes_no_more_memory(case, replay):
+    inputs, op = CASES[case]()
+    compute(inputs, op)  # compiles the kernels
+
+    def peak():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        compute(inputs, op)
+        return torch.cuda.max_memory_allocated() - before
+
+    expected = peak()
+    with replay():
+        assert peak() <= expected + 512  # one number for the CUDA context of a thread
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_call_without_memory_raises_and_can_be_repeated(is_known, replay):
+    """Outputs of 64 MiB have a segment of their own, so that none of them fits where no segment may be added."""
+    inputs, op = mhla_case((32, 32), batch=256)
+    expected = compute(inputs, op)
+    total = torch.cuda.get_device_properties(0).total_memory
+    with replay():
+        if is_known:
+            compute(inputs, op)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+        try:
+            with pytest.raises(torch.OutOfMemoryError):
+                compute(inputs, op)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        for _ in range(2):
+            assert_equal(compute(inputs, op), expected)
+
+
+def test_launch_hooks_see_all_launches(replay):
+    from triton import knobs
+
+    inputs, op = CASES["mhla 196"]()
+    seen = []
+
+    def count():
+        seen.clear()
+        knobs.runtime.launch_enter_hook.add(seen.append)
+        try:
+            compute(inputs, op)
+        finally:
+            knobs.runtime.launch_enter_hook.remove(seen.append)
+        return len(seen)
+
+    expected = count()
+    assert expected > 0
+    with replay():
+        compute(inputs, op)
+        assert count() == expected
+
+
+def test_a_profiler_sees_replayed_kernels(replay):
+    inputs, op = CASES["mhla 196"]()
+
+    def kernels():
+        compute(inputs, op)
+        torch.cuda.synchronize()
+        with torch.profiler.profile() as profile:
+            compute(inputs, op)
+            torch.cuda.synchronize()
+        on_gpu = [x.name for x in profile.events() if x.device_type == torch.autograd.DeviceType.CUDA]
+        return sorted(name for name in on_gpu if name.isidentifier() and "_kernel" in name)  # Triton's
+
+    expected = kernels()
+    assert expected
+    with replay():
+        assert kernels() == expected
+
+
+def test_the_first_call_with_a_tensor_on_the_gpu_begins_to_build(monkeypatch):
+    from headmix_vision.ops import replay
+
+    begun = []
+    monkeypatch.setattr(replay, "_ready", threading.Event())
+    monkeypatch.setattr(replay, "_start", lambda: begun.append(1))
+    call = replay.replayed(lambda x: x + 1, None, None, None)
+    call(torch.ones(1))
+    assert not begun
+    call(torch.ones(1, device="cuda"))
+    assert begun
+
+
 def test_compiled_and_transformed_calls_are_not_replayed(replay):
     inputs, op = CASES["mhla 196"]()
     expected = compute(inputs, op)
