@@ -66,8 +66,14 @@ _TORCH, _PYTHON = Path(torch.__file__).parent, Path(sysconfig.get_paths()["inclu
 _FLAGS = ("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden",
           f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")  # fmt: skip
 _PATIENCE_S = 600
-# Where memory runs out, the compiler, which takes 1.5 GB, shall end rather than the process that trains.
-_LESS_NEEDED = '{ echo 1000 > /proc/self/oom_score_adj; } 2> /dev/null; exec "$0" "$@"'
+# Run the compiler, which takes 1.5 GB. Where memory runs out, it ends rather than the process that trains. It ends with
+# that process, too, even if a signal kills it: then the pipe ends that is read here.
+_RUN = """{ echo 1000 > /proc/self/oom_score_adj; } 2> /dev/null
+exec 3<&0
+"$0" "$@" 3<&- < /dev/null & compiler=$!
+{ trap "" TERM; read -r _ <&3; kill -TERM 0; rm -rf "$TMPDIR"; } & watch=$!
+wait $compiler; status=$?
+kill -KILL $watch; exit $status"""
 _PACKED = {"i8": "b", "i16": "h", "i32": "i", "i64": "q", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
            "fp32": "f", "fp64": "d"}  # fmt: skip
 _SPECIAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
@@ -194,6 +200,8 @@ def _compile(compiler: Sequence[str]) -> bytes:
                 with suppress(OSError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait(5)
+            if process.stdin is not None:
+                process.stdin.close()
         shutil.rmtree(folder, ignore_errors=True)
 
     def leave() -> None:
@@ -205,8 +213,8 @@ def _compile(compiler: Sequence[str]) -> bytes:
     try:
         with log.open("wb") as said:
             env = {**os.environ, "TMPDIR": folder, "LC_ALL": "C"}
-            pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
-            run = ["/bin/sh", "-c", _LESS_NEEDED, *command]
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": said, "stderr": said}
+            run = ["/bin/sh", "-c", _RUN, *command]
             started.append(subprocess.Popen(run, env=env, cwd=folder, start_new_session=True, **pipes))
         status = started[0].wait(_PATIENCE_S)
         if status:
