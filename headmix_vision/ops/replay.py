@@ -229,12 +229,14 @@ def _compile(compiler: Sequence[str]) -> bytes:
         atexit.unregister(leave)
 
 
-_ready, _lock, _leaving = threading.Event(), threading.Lock(), threading.Event()
+_ready, _lock, _leaving = threading.Event(), threading.RLock(), threading.Event()
 _loaded: list[Any] = []
 
 
 def extension() -> Any:
     """Return the extension, when it is there; or None where it cannot be built."""
+    if _loaded:
+        return _loaded[0]
     reason = None
     with _lock:
         if not _loaded:
@@ -316,7 +318,7 @@ class Tape(TorchDispatchMode):
         finally:
             _recording.tape = self
         outs = list(out) if isinstance(out, (tuple, list)) else [out]
-        if any(isinstance(x, Tensor) and x.device != self.device for x in outs):
+        if self._is_here(args) and any(isinstance(x, Tensor) and x.device != self.device for x in outs):
             raise NotImplementedError(f"{op} leaves the device, perhaps for Python to read values")
         if op._schema.name in _EMPTY:
             self.steps.allocate(out)
@@ -325,6 +327,9 @@ class Tape(TorchDispatchMode):
         if not any(result.alias_info for result in op._schema.returns):
             self.steps.own(outs)
         return out
+
+    def _is_here(self, args: Sequence[Any]) -> bool:
+        return any(isinstance(x, Tensor) and x.device == self.device for x in args)
 
     def launch(self, kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
         """Record the launch of a kernel that Triton has compiled, with its arguments by name."""
