@@ -255,7 +255,7 @@ bool describe(Key& key, const Values& tensors) {
     if (!x.defined()) continue;
     if (!x.is_cuda() && !x.is_cpu()) return false;
     if (x.layout() != at::kStrided || !x.has_storage() || impl->has_symbolic_sizes_strides()) return false;
-    if (impl->is_python_dispatch()) return false;
+    if (impl->is_python_dispatch() || torch::autograd::isFwGradDefined(x)) return false;
     auto address = reinterpret_cast<int64_t>(x.const_data_ptr());
     auto keys = static_cast<int64_t>(x.key_set().raw_repr());
     key.insert(key.end(), {keys, int64_t(x.scalar_type()), x.device().index(), address % 16, x.dim()});
@@ -427,7 +427,6 @@ py::object Calls::call(py::args arguments) {
       key.push_back(0);
       tensors.push_back(THPVariable_Unpack(x));
       requires_grad |= tensors.back().requires_grad();
-      has_kind &= !torch::autograd::isFwGradDefined(tensors.back());
     } else if (!describe_number(key, x)) {
       key.push_back(reinterpret_cast<int64_t>(x));
       others.push_back(py::reinterpret_borrow<py::object>(argument));

@@ -19,6 +19,7 @@ import triton
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import forward_ad
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -638,6 +639,16 @@ def test_clips_of_mixing_weights_are_replayed():
             (found,) = torch.autograd.grad(out, weight, gradient)
             assert torch.equal(found, torch.tensor(expected, dtype=torch.float32))
             assert torch.equal(out, weight.clamp(0, 1))
+
+
+def test_tangents_of_gradients_are_kept():
+    weight, grad, tangent = torch.rand(5).requires_grad_(), torch.rand(5), torch.rand(5)
+    for _ in range(3):
+        out = clip_keep_inward_gradient(weight, 0.0, 1.0)
+        torch.autograd.grad(out, weight, grad, retain_graph=True)
+        with forward_ad.dual_level():
+            (found,) = torch.autograd.grad(out, weight, forward_ad.make_dual(grad, tangent))
+            assert torch.equal(forward_ad.unpack_dual(found).tangent, tangent)
 
 
 def parameters_of(ptx):
