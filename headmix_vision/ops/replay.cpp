@@ -394,17 +394,17 @@ struct Backward : torch::autograd::Node {
   }
 };
 
-// Add a number, or a list of whole numbers, to a key; return false for what is neither.
+// Add a number, or a list or tuple of whole numbers, to a key; return false for what is none of these.
 bool describe_number(Key& key, PyObject* x) {
   if (PyFloat_CheckExact(x)) {
     key.insert(key.end(), {1, std::bit_cast<int64_t>(PyFloat_AS_DOUBLE(x))});
     return true;
   }
-  bool is_list = PyList_CheckExact(x);
-  Py_ssize_t size = is_list ? PyList_GET_SIZE(x) : 1;
-  Key numbers = {is_list ? 2 : 3, size};
+  bool is_list = PyList_CheckExact(x), has_size = is_list || PyTuple_CheckExact(x);
+  Py_ssize_t size = has_size ? PySequence_Fast_GET_SIZE(x) : 1;
+  Key numbers = {is_list ? 2 : has_size ? 4 : 3, size};
   for (Py_ssize_t i = 0; i < size; ++i) {
-    auto* number = is_list ? PyList_GET_ITEM(x, i) : x;
+    auto* number = has_size ? PySequence_Fast_GET_ITEM(x, i) : x;
     int is_large = 0;
     if (!PyLong_CheckExact(number)) return false;
     numbers.push_back(PyLong_AsLongLongAndOverflow(number, &is_large));

@@ -511,6 +511,16 @@ def test_effects_happen_once(op):
             assert len(runs) == i + 1
 
 
+def test_settings_are_equal_by_value_and_type(op):
+    op = Forward(lambda op, x, settings: op.product(x, x, float(len(settings))))
+    for _ in range(2):
+        for settings in ((1, 2), [1, 2], (1, 2, 3), (), [], (1, True), (1, 2.5)):
+            x = draw(3, 3)  # tuples of whole numbers are made anew, and all others are constants of this function
+            given = tuple(list(settings)) if settings == (1, 2) and isinstance(settings, tuple) else settings
+            torch.testing.assert_close(op.apply(x, given), x * x * len(settings))
+    assert op.forwards == 7
+
+
 def test_kinds_have_an_end(op):
     op = Forward(lambda op, x: op.product(x, x))
     for i in range(600):
