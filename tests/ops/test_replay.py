@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from headmix_vision.ops import dispatch, hardware, replay
+from headmix_vision.ops import replay_build as building
 
 HERE = Path(__file__).parent
 PROCESSES = {  # MALLOC_PERTURB_ overwrites memory that is freed
@@ -49,11 +50,12 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the extension is 
 def compiler(tmp_path, monkeypatch):
     """Return a function that makes a script of the shell the compiler, in a process that has built nothing."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(replay, "_loaded", [])
-    monkeypatch.setattr(replay, "_ready", threading.Event())
-    monkeypatch.setattr(replay, "_PYTHON", tmp_path)
+    monkeypatch.setattr(building, "_loaded", [])
+    monkeypatch.setattr(building, "_ready", threading.Event())
+    monkeypatch.setattr(replay, "_ready", building._ready)
+    monkeypatch.setattr(building, "_PYTHON", tmp_path)
     monkeypatch.setattr(dispatch, "_warned", set())
-    monkeypatch.setattr(replay.tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(building.tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     (tmp_path / "Python.h").touch()
 
@@ -91,21 +93,21 @@ def commands():
 def test_without_an_extension_calls_are_ordinary(case, compiler, monkeypatch, caplog):
     script, env, message = BROKEN[case]
     compiler(script)
-    monkeypatch.setattr(replay, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(building, "_PATIENCE_S", 0.3)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(dispatch.REPLAY, raising=False)
-    caplog.set_level(logging.INFO, replay.__name__)
+    caplog.set_level(logging.INFO, building.__name__)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # none for users who have not asked
-        assert replay.extension() is None
+        assert building.extension() is None
     assert len(caplog.messages) == 1
-    monkeypatch.setattr(replay, "_loaded", [])
+    monkeypatch.setattr(building, "_loaded", [])
     monkeypatch.setenv(dispatch.REPLAY, "1")
     with pytest.warns(UserWarning, match=f"Calls of ops run in Python, .*: .*({message})") as warned:
-        assert replay.extension() is None
+        assert building.extension() is None
     assert len(warned) == 1 and "\n" not in str(warned[0].message)
-    assert replay._ready.is_set() and replay.extension() is None
+    assert building._ready.is_set() and building.extension() is None
     call = replay.replayed(lambda x: x + 1, lambda x: x + 1, None, None)
     assert call(1) == 2
     end = time.monotonic() + 5
@@ -119,23 +121,23 @@ def test_missing_headers_are_named(compiler, monkeypatch, tmp_path):
     compiler("exit 0")
     (tmp_path / "Python.h").unlink()
     with pytest.raises(RuntimeError, match=r"Python.h is missing, which the package python3-dev has"):
-        replay.build()
+        building.build()
 
 
 @needs_triton
 @on_linux
 def test_a_file_that_does_not_load_is_built_again(compiler, tmp_path):
     compiler(BUILT)
-    first = replay.build()
-    assert replay.build() == first
-    mark = replay._identity(first)
-    assert replay.build(unfit=mark) == first and replay._identity(first) != mark
+    first = building.build()
+    assert building.build() == first
+    mark = building._identity(first)
+    assert building.build(unfit=mark) == first and building._identity(first) != mark
 
 
 BUILDING = """
 import os, sys, time
-from headmix_vision.ops import replay
-replay._start()
+from headmix_vision.ops import replay_build
+replay_build._start()
 begun = time.monotonic()
 while not os.path.exists(sys.argv[1]) and time.monotonic() < begun + 20:
     time.sleep(.01)
@@ -176,7 +178,7 @@ def test_the_end_of_a_process_ends_its_compiler(end, compiler, tmp_path):
 @on_linux
 def test_one_process_compiles_and_the_others_wait(compiler, tmp_path):
     compiler(f"echo x >> {tmp_path}/runs; sleep 2; {BUILT}")
-    script = "from headmix_vision.ops import replay\nprint(open(replay.build()).read())"
+    script = "from headmix_vision.ops import replay_build\nprint(open(replay_build.build()).read())"
     found = [x.communicate()[0] for x in [start(tmp_path, script) for _ in range(3)]]
     assert found == ["no library\n\n"] * 3
     assert (tmp_path / "runs").read_text() == "x\n"
@@ -191,13 +193,13 @@ def test_a_process_waits_no_longer_than_it_has_patience(compiler, tmp_path, monk
     try:
         while not (tmp_path / "begun").exists():
             time.sleep(0.05)
-        monkeypatch.setattr(replay, "_PATIENCE_S", 0.1)
+        monkeypatch.setattr(building, "_PATIENCE_S", 0.1)
         with pytest.raises(RuntimeError, match="another process has been building it"):
-            replay.build()
+            building.build()
         compiler(BUILT)
-        monkeypatch.setattr(replay, "_PATIENCE_S", 60)
+        monkeypatch.setattr(building, "_PATIENCE_S", 60)
         other.send_signal(signal.SIGINT)  # which lets go of the lock
-        assert Path(replay.build()).read_text() == "no library\n"
+        assert Path(building.build()).read_text() == "no library\n"
     finally:
         other.kill()
         other.communicate()
@@ -206,9 +208,16 @@ def test_a_process_waits_no_longer_than_it_has_patience(compiler, tmp_path, monk
 @needs_triton
 def test_nothing_begins_without_a_tensor_on_a_gpu(monkeypatch):
     monkeypatch.setattr(replay, "_ready", threading.Event())
-    monkeypatch.setattr(replay, "_start", None)
+    monkeypatch.setattr(building, "_start", None)
     call = replay.replayed(lambda x: x + 1, None, None, None)
     assert call(torch.ones(1)) == 2
+
+
+def test_calls_without_triton_are_ordinary(monkeypatch):
+    monkeypatch.setattr(replay, "_hooks", None)
+    monkeypatch.setattr(replay, "_ready", threading.Event())
+    replay._ready.set()
+    assert replay.replayed(lambda x: x + 1, None, None, None)(1) == 2
 
 
 @needs_triton
@@ -217,13 +226,13 @@ def test_no_thread_is_no_error(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    replay._start.__wrapped__()
+    building._start.__wrapped__()
 
 
 @needs_triton
 @pytest.mark.parametrize("facts", [{"platform": "win32"}, {"hip": "6.4"}, {"gil": 1}])
 def test_where_the_extension_does_not_serve(facts, monkeypatch):
-    monkeypatch.setattr(replay.sys, "platform", facts.get("platform", "linux"))
+    monkeypatch.setattr(building.sys, "platform", facts.get("platform", "linux"))
     monkeypatch.setattr(torch.version, "hip", facts.get("hip"))
-    monkeypatch.setattr(replay.sysconfig, "get_config_var", lambda name: facts.get("gil"))
-    assert "it takes" in str(replay._why_not_here())
+    monkeypatch.setattr(building.sysconfig, "get_config_var", lambda name: facts.get("gil"))
+    assert "it takes" in str(building._why_not_here())

@@ -323,11 +323,11 @@ def test_a_profiler_sees_replayed_kernels(replay):
 
 
 def test_the_first_call_with_a_tensor_on_the_gpu_begins_to_build(monkeypatch):
-    from headmix_vision.ops import replay
+    from headmix_vision.ops import replay, replay_build
 
     begun = []
     monkeypatch.setattr(replay, "_ready", threading.Event())
-    monkeypatch.setattr(replay, "_start", lambda: begun.append(1))
+    monkeypatch.setattr(replay_build, "_start", lambda: begun.append(1))
     call = replay.replayed(lambda x: x + 1, None, None, None)
     call(torch.ones(1))
     assert not begun
