@@ -35,6 +35,23 @@ def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
+    if "headmix_vision.training.base_cli" in sys.modules:
+        keep_parsers(sys.modules["headmix_vision.training.base_cli"].RunCLI)
+
+
+def keep_parsers(cli):
+    """Make each parser of training once per process: it takes longer than to parse, and parsing leaves it as it is."""
+    make, kept = cli.setup_parser, {}
+    names = ("parser", "_subcommand_parsers", "_subcommand_method_arguments")
+
+    def setup_parser(self, *args):
+        key = (type(self), *self.subcommands(), repr(self.parser_kwargs), repr(self.trainer_defaults))
+        if key not in kept:
+            make(self, *args)
+            kept[key] = {name: getattr(self, name) for name in names}
+        vars(self).update(kept[key])
+
+    cli.setup_parser = setup_parser
 
 
 def number(name):

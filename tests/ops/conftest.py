@@ -35,6 +35,30 @@ def quick_interpreter() -> None:
         return handle
 
     builder.create_splat = create_splat
+    keep_types(tl.core, interpreter)
+
+
+def keep_types(core: Any, interpreter: Any) -> None:
+    """Compute once what follows from the shape and the elements of a block: Triton does so for each of its values."""
+    fill, block_fields = core.block_type.__init__, {}  # type: ignore[var-annotated]
+
+    def fill_block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (str(element_ty), *(getattr(size, "value", size) for size in shape))
+        if key not in block_fields:
+            fill(self, element_ty, shape)
+            block_fields[key] = vars(self).copy()
+        vars(self).update(block_fields[key], element_ty=element_ty)
+
+    core.block_type.__init__ = fill_block
+    numpy_type, numpy_types = interpreter._get_np_dtype, {}  # type: ignore[var-annotated]
+
+    def numpy_type_of(kind: Any) -> Any:
+        name = str(kind)
+        if name not in numpy_types:
+            numpy_types[name] = numpy_type(kind)
+        return numpy_types[name]
+
+    interpreter._get_np_dtype = numpy_type_of
 
 
 @pytest.fixture(autouse=True)

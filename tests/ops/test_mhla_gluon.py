@@ -150,6 +150,18 @@ def test_cost_model_is_told_where_they_run(launched):
     assert launched == KERNELS
 
 
+def test_graphs_of_symbolic_head_dims_choose_as_calls_do():
+    settings = Settings(TokenBlocks.from_grid((16, 16), (1, 1)))
+
+    def choose(x):
+        return plan_triton(x, x, settings).keywords["settings"].regime == "pairwise"
+
+    chosen = torch.compile(choose, backend="eager", fullgraph=True, dynamic=True)
+    for dim, is_pairwise in ((72, True), (64, True), (96, False)):
+        x = torch.empty(1, 256, 2, dim, dtype=BF16)
+        assert chosen(x) == choose(x) == is_pairwise
+
+
 def test_strides_are_32_bit():
     settings = Settings(TokenBlocks.from_grid((14, 14), (4, 4)), regime="pairwise")
     (q, k, v, _), d_out = make(settings.blocks)
