@@ -82,8 +82,8 @@ class Tape(TorchDispatchMode):
             self.steps.allocate(out)
         else:
             self.steps.op(op._schema.name, op._schema.overload_name, args, kwargs, outs)
-        if not any(result.alias_info for result in op._schema.returns):
-            self.steps.own(outs)
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        self.steps.own([x for x in outs if x.untyped_storage()._cdata not in given])  # some may be views, or not
         return out
 
     def _is_here(self, args: Sequence[Any]) -> bool:

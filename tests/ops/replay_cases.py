@@ -707,6 +707,8 @@ def gpu(request, monkeypatch):
 
 BLOCKS = TokenBlocks.from_grid((14, 14), (4, 4))
 
+ONE_BLOCK = TokenBlocks.from_grid((24, 24), (1, 1))
+
 
 def half(*shape):
     return torch.rand(shape, dtype=torch.bfloat16).requires_grad_()
@@ -717,6 +719,8 @@ CASES = {
                      lambda *x: mhla(*x, BLOCKS, impl="triton")),
     "mhla summary": lambda: ([half(2, 196, 6, 64) for _ in range(3)] + [torch.rand(16, 16).requires_grad_()],
                              lambda *x: mhla(*x, BLOCKS, impl="triton_summary")),
+    "mhla of one block": lambda: ([half(2, 576, 3, 64) for _ in range(3)] + [torch.rand(1, 1).requires_grad_()],
+                                  lambda *x: mhla(*x, ONE_BLOCK, impl="triton")),
     "head_in_head": lambda: ([*(half(1, 64, 3, 64) for _ in range(3)), half(1, 64, 3), -half(1, 64, 3), half(3, 4, 4)],
                              lambda *x: head_in_head(*x, impl="triton")[0]),
     "grid_conv": lambda: ([half(2, 196, 64), torch.rand(64, 1, 3, 3).requires_grad_(), torch.rand(64).requires_grad_()],

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -53,6 +54,12 @@ def mhla_case(grid, dtype=BF16, prefix=0, dim=64, batch=3, **options):
     return [*packed.unbind(2), mixing], lambda *x: mhla(*x, blocks, impl="triton", **options)
 
 
+def one_block_case():
+    blocks = TokenBlocks.from_grid((24, 24), (1, 1))
+    inputs = [*draw(3, 576, 3, 2, 64).unbind(2), torch.rand(1, 1, device="cuda")]
+    return inputs, lambda *x: mhla(*x, blocks, impl="triton")
+
+
 def hih_case(r, dtype=BF16):
     """The state stays finite: keys have length 1, and masks are positive semidefinite with ones on the diagonal."""
     size = (2, 256, 3)
@@ -79,6 +86,7 @@ CASES = {
     "mhla 256": lambda: mhla_case((16, 16)),
     "mhla 256, 72 dims": lambda: mhla_case((16, 16), dim=72),
     "mhla 1024": lambda: mhla_case((32, 32)),
+    "mhla 576 in one block": one_block_case,
     "mhla 4096": lambda: mhla_case((64, 64), batch=1),
     "mhla 196 float16": lambda: mhla_case((14, 14), F16),
     "mhla 1024 float32": lambda: mhla_case((32, 32), F32),
@@ -120,7 +128,7 @@ def test_replayed_calls_are_equal_to_the_bit(case, replay):
             assert_equal(ours, expected)
 
 
-@pytest.mark.parametrize("case", ["mhla 196", "mhla 1024", "head_in_head 4", "grid_conv"])
+@pytest.mark.parametrize("case", ["mhla 196", "mhla 1024", "mhla 576 in one block", "head_in_head 4", "grid_conv"])
 def test_replays_run_no_python(case, replay, monkeypatch):
     inputs, op = CASES[case]()
     with replay():
@@ -226,17 +234,23 @@ def test_second_derivatives_are_refused_as_ever(replay):
     assert str(ours.value) == str(expected.value)
 
 
+def settled_bytes():
+    """Return the allocated bytes, when the engine's thread has let go of the gradients of the last call."""
+    torch.cuda.synchronize()
+    time.sleep(0.5)
+    return torch.cuda.memory_allocated()
+
+
 @pytest.mark.parametrize("case", ["mhla 196", "mhla 1024", "head_in_head 4", "grid_conv silu"])
 def test_replays_take_no_more_memory(case, replay):
     inputs, op = CASES[case]()
 
     def peak():
         compute(inputs, op)
-        torch.cuda.synchronize()
+        before = settled_bytes()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         compute(inputs, op)
-        assert torch.cuda.memory_allocated() == before
+        assert settled_bytes() == before
         return torch.cuda.max_memory_allocated() - before
 
     expected = peak()
@@ -250,9 +264,8 @@ def test_a_recorded_call_takes_no_more_memory(case, replay):
     compute(inputs, op)  # compiles the kernels
 
     def peak():
-        torch.cuda.synchronize()
+        before = settled_bytes()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         compute(inputs, op)
         return torch.cuda.max_memory_allocated() - before
 
@@ -270,7 +283,7 @@ def test_a_call_without_memory_raises_and_can_be_repeated(is_known, replay):
     with replay():
         if is_known:
             compute(inputs, op)
-        torch.cuda.synchronize()
+        settled_bytes()
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
         try:
