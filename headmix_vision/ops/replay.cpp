@@ -10,6 +10,7 @@
 #include <c10/util/hash.h>
 #include <bit>
 #include <dlfcn.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -24,11 +25,16 @@ using Sizes = std::array<unsigned, 3>;
 
 namespace {
 
-// Return a function of the CUDA driver, which PyTorch has loaded, or null; nothing is linked against it.
+// Return a function of a library that PyTorch has loaded, or null; nothing is linked against it.
 template <class F>
-F* find_in_driver(const char* name) {
-  void* library = dlopen("libcuda.so.1", RTLD_LAZY);
-  return library ? reinterpret_cast<F*>(dlsym(library, name)) : nullptr;
+F* find_in(const char* name, const char* function) {
+  void* library = dlopen(name, RTLD_LAZY);
+  return library ? reinterpret_cast<F*>(dlsym(library, function)) : nullptr;
+}
+
+template <class F>
+F* find_in_driver(const char* function) {
+  return find_in<F>("libcuda.so.1", function);
 }
 
 template <class F>
@@ -49,9 +55,21 @@ void launch(void* kernel, Sizes grid, Sizes block, unsigned shared, void* stream
   TORCH_CHECK(!status, "CUDA driver: ", message);
 }
 
+template <class Backend>
+void* current_stream(const Backend& backend, c10::Device device) {
+  auto stream = backend.getStream(device);
+  if constexpr (requires { backend.getStreamNativeHandle(stream); }) {
+    return backend.getStreamNativeHandle(stream);
+  } else {  // before PyTorch 2.11
+    static auto* ask = find_in<int(int32_t, void**)>("libtorch_cuda.so", "aoti_torch_get_current_cuda_stream");
+    void* handle = nullptr;
+    TORCH_CHECK(ask && !ask(device.index(), &handle), "the current CUDA stream is not known");
+    return handle;
+  }
+}
+
 void* current_stream(c10::Device device) {  // tests replay on the CPU, which has none
-  c10::impl::VirtualGuardImpl backend(device.type());
-  return device.is_cuda() ? backend.getStreamNativeHandle(backend.getStream(device)) : nullptr;
+  return device.is_cuda() ? current_stream(c10::impl::VirtualGuardImpl(device.type()), device) : nullptr;
 }
 
 // Return whether a CUDA graph may capture the current stream. Its calls are ordinary ones, which know what to keep.
@@ -80,7 +98,11 @@ struct Step {
 // tensors are constants.
 struct Tape {
   std::unordered_map<const c10::TensorImpl*, int> numbers;
+  std::unordered_set<const c10::TensorImpl*> owners;      // values that are not views
   std::unordered_set<const c10::StorageImpl*> storages;  // of the values
+  // So that no two values have one address, though their memory goes while the call is recorded, as in any other call:
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> addresses;
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storage_addresses;
   Values constants;
   std::vector<Step> steps;
   int size = 0;
@@ -93,7 +115,9 @@ struct Tape {
   }
 
   bool number(const Tensor& x) {
-    storages.insert(x.storage().unsafeGetStorageImpl());
+    if (storages.insert(x.storage().unsafeGetStorageImpl()).second)
+      storage_addresses.push_back(x.storage().getWeakStorageImpl());
+    addresses.emplace_back(x.getIntrusivePtr());
     return numbers.emplace(x.unsafeGetTensorImpl(), size).second;
   }
 
@@ -104,6 +128,12 @@ struct Tape {
     TORCH_CHECK(!storages.count(x.storage().unsafeGetStorageImpl()), "a view was made without an op");
     return -1;
   }
+
+  void own(const Values& made) {
+    for (const auto& x : made) owners.insert(x.unsafeGetTensorImpl());
+  }
+
+  bool owns(const Tensor& x) const { return owners.count(x.unsafeGetTensorImpl()) > 0; }
 
   int add(const Tensor& x) { return number(x) ? size++ : numbers.at(x.unsafeGetTensorImpl()); }
 
@@ -116,7 +146,7 @@ struct Tape {
 
   // Record a launch. An argument is a tensor, or the bytes of a number. Triton adds two pointers to scratch memory,
   // null for kernels that need none. The driver knows the parameters of a kernel: any others are refused.
-  void launch(uintptr_t function, Sizes grid, unsigned threads, unsigned shared, py::list arguments) {
+  void launch(py::object owner, uintptr_t function, Sizes grid, unsigned threads, unsigned shared, py::list arguments) {
     auto* kernel = reinterpret_cast<void*>(function);
     std::vector<uint64_t> cells;
     std::vector<std::pair<size_t, int>> pointers;
@@ -137,6 +167,7 @@ struct Tape {
     }
     for (size_t bytes; (bytes = bytes_of_parameter(kernel, cells.size())); cells.push_back(0))
       TORCH_CHECK(bytes == 8 && cells.size() < arguments.size() + 2, "the kernel has unknown parameters");
+    auto loaded = std::make_shared<c10::SafePyObject>(owner.release().ptr(), getPyInterpreter());  // with its owner
     auto run = [=](Values& values, void* stream) {
       c10::SmallVector<uint64_t, 64> numbers(cells.begin(), cells.end());
       c10::SmallVector<void*, 64> parameters;
@@ -144,7 +175,7 @@ struct Tape {
       for (auto& number : numbers) parameters.push_back(&number);
       ::launch(kernel, grid, {threads, 1, 1}, shared, stream, parameters.data());
     };
-    steps.push_back({run, reads, {}, true});
+    steps.push_back({[run, loaded](Values& values, void* stream) { run(values, stream); }, reads, {}, true});
   }
 
   // Record a call of an op of PyTorch that returned `outs`.
@@ -190,7 +221,10 @@ struct Tape {
     }
     std::erase_if(steps, [](const Step& step) { return !step.has_effect; });
     numbers.clear();
+    owners.clear();
     storages.clear();
+    addresses.clear();
+    storage_addresses.clear();
   }
 
   // Add the values that steps make to the given ones.
@@ -219,8 +253,9 @@ bool describe(Key& key, const Values& tensors) {
     auto first = std::find_if(tensors.begin(), tensors.end(), [&](auto& y) { return y.unsafeGetTensorImpl() == impl; });
     key.push_back(x.defined() ? first - tensors.begin() : -1);
     if (!x.defined()) continue;
+    if (!x.is_cuda() && !x.is_cpu()) return false;
     if (x.layout() != at::kStrided || !x.has_storage() || impl->has_symbolic_sizes_strides()) return false;
-    if (impl->is_python_dispatch()) return false;
+    if (impl->is_python_dispatch() || torch::autograd::isFwGradDefined(x)) return false;
     auto address = reinterpret_cast<int64_t>(x.const_data_ptr());
     auto keys = static_cast<int64_t>(x.key_set().raw_repr());
     key.insert(key.end(), {keys, int64_t(x.scalar_type()), x.device().index(), address % 16, x.dim()});
@@ -292,16 +327,23 @@ struct Calls {
     return plans.size() < MOST_PLANS ? std::nullopt : std::optional<std::shared_ptr<Plan>>(nullptr);
   }
 
-  std::shared_ptr<Plan> make(const Key& key, const py::tuple& arguments) {
-    auto plan = ask(record, arguments).cast<std::shared_ptr<Plan>>();
+  // Record a call whose kind is not known, and keep the settings, whose addresses are in the key.
+  std::shared_ptr<Plan> make(const Key& key, const py::tuple& arguments, const std::vector<py::object>& others = {}) {
+    auto recorded = ask(record, arguments);
+    if (recorded.ptr() == Py_NotImplemented) return nullptr;
+    auto plan = recorded.cast<std::shared_ptr<Plan>>(), replaced = plan;  // which may end without the lock
+    settings.insert(settings.end(), others.begin(), others.end());
     std::lock_guard<std::mutex> lock(mutex);
-    return plans[key] = plan;
+    std::swap(plans[key], replaced);
+    return plan;
   }
 
   void forget() {  // but keep the constants: captured CUDA graphs may hold their addresses
     static auto* forgotten = new std::vector<decltype(plans)>;
+    std::vector<py::object> unused;
     std::lock_guard<std::mutex> lock(mutex);
     forgotten->push_back(std::exchange(plans, {}));
+    unused.swap(settings);
   }
 
   py::object call(py::args arguments);
@@ -314,6 +356,11 @@ struct Backward : torch::autograd::Node {
   explicit Backward(std::shared_ptr<Plan> plan) : plan(std::move(plan)) {}
 
   std::string name() const override { return "ReplayedBackward"; }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "compiled autograd cannot trace the backward pass of a replayed call. Enable it "
+                                "before the forward pass, or set HEADMIX_VISION_REPLAY=0.");
+  }
 
   void release_variables() override {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -347,17 +394,17 @@ struct Backward : torch::autograd::Node {
   }
 };
 
-// Add a number, or a list of whole numbers, to a key; return false for what is neither.
+// Add a number, or a list or tuple of whole numbers, to a key; return false for what is none of these.
 bool describe_number(Key& key, PyObject* x) {
   if (PyFloat_CheckExact(x)) {
     key.insert(key.end(), {1, std::bit_cast<int64_t>(PyFloat_AS_DOUBLE(x))});
     return true;
   }
-  bool is_list = PyList_CheckExact(x);
-  Py_ssize_t size = is_list ? PyList_GET_SIZE(x) : 1;
-  Key numbers = {is_list ? 2 : 3, size};
+  bool is_list = PyList_CheckExact(x), has_size = is_list || PyTuple_CheckExact(x);
+  Py_ssize_t size = has_size ? PySequence_Fast_GET_SIZE(x) : 1;
+  Key numbers = {is_list ? 2 : has_size ? 4 : 3, size};
   for (Py_ssize_t i = 0; i < size; ++i) {
-    auto* number = is_list ? PyList_GET_ITEM(x, i) : x;
+    auto* number = has_size ? PySequence_Fast_GET_ITEM(x, i) : x;
     int is_large = 0;
     if (!PyLong_CheckExact(number)) return false;
     numbers.push_back(PyLong_AsLongLongAndOverflow(number, &is_large));
@@ -368,6 +415,7 @@ bool describe_number(Key& key, PyObject* x) {
 }
 
 py::object Calls::call(py::args arguments) {
+  HANDLE_TH_ERRORS  // as PyTorch's own functions, whose errors have types of their own
   Values tensors, outputs;
   std::vector<py::object> others;
   bool requires_grad = false, has_kind = true;
@@ -379,7 +427,6 @@ py::object Calls::call(py::args arguments) {
       key.push_back(0);
       tensors.push_back(THPVariable_Unpack(x));
       requires_grad |= tensors.back().requires_grad();
-      has_kind &= !torch::autograd::isFwGradDefined(tensors.back());
     } else if (!describe_number(key, x)) {
       key.push_back(reinterpret_cast<int64_t>(x));
       others.push_back(py::reinterpret_borrow<py::object>(argument));
@@ -389,10 +436,7 @@ py::object Calls::call(py::args arguments) {
   requires_grad &= at::GradMode::is_enabled();
   key.push_back(requires_grad);
   auto found = has_kind && describe(key, tensors) && !is_capturing(tensors) ? find(key) : nullptr;
-  if (!found) {
-    found = make(key, arguments);
-    settings.insert(settings.end(), others.begin(), others.end());
-  }
+  if (!found) found = make(key, arguments, others);
   if (!*found) return ask(ordinary, arguments);
   const auto& plan = *found;
   {
@@ -412,6 +456,7 @@ py::object Calls::call(py::args arguments) {
   }
   auto results = to_python(outputs);
   return plan->is_single ? py::object(results[0]) : results;
+  END_HANDLE_TH_ERRORS_PYBIND
 }
 
 }  // namespace
@@ -419,6 +464,8 @@ py::object Calls::call(py::args arguments) {
 PYBIND11_MODULE(headmix_vision_replay, module) {
   py::class_<Tape>(module, "Tape")
       .def(py::init<const Optionals&>())
+      .def("own", &Tape::own)
+      .def("owns", &Tape::owns)
       .def("allocate", &Tape::allocate)
       .def("launch", &Tape::launch)
       .def("op", &Tape::op);

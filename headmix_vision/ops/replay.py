@@ -12,41 +12,37 @@ are. Graphs that launch the kernels themselves (``HEADMIX_VISION_COMPILED=inline
 
 Calls that Python has to see stay ordinary ones: while a compiler or tracer runs them, under dispatch modes and
 transformations of torch.func, of subclasses of tensors, in forward-mode differentiation, in the capture of a CUDA
-graph, and in a backward pass that autograd records. So do calls that cannot be recorded; a warning says why. Compiled
-autograd cannot trace the backward pass of a replayed call.
+graph, in a backward pass that autograd records, under launch hooks of Triton, and where compiled autograd is enabled.
+So do calls that cannot be recorded. Compiled autograd that is enabled after a replayed forward pass raises an error.
 """
 
 from __future__ import annotations
 
-import atexit
 import copy
-import hashlib
-import importlib.util
-import os
-import signal
 import struct
-import subprocess
 import sys
-import sysconfig
-import tempfile
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from headmix_vision.ops import dispatch
-from headmix_vision.ops.runtime import _forget, _recording
+from headmix_vision.ops.hardware import NO_KERNELS
+from headmix_vision.ops.replay_build import _begin, _ready, _tell, extension
+from headmix_vision.ops.runtime import KernelFailed, _forget, _recording
+
+_hooks: Any = None
+if NO_KERNELS is None:
+    from triton import knobs
+
+    _hooks = knobs.runtime
 
 Call = Callable[..., Any]
-NAME = "headmix_vision_replay"
-_PATIENCE_S = 300.0
 _PACKED = {"i8": "b", "i16": "h", "i32": "i", "i64": "q", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
            "fp32": "f", "fp64": "d"}  # fmt: skip
 _SPECIAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
@@ -55,75 +51,13 @@ _ABSOLUTE = ("aten::as_strided", "aten::as_strided_", "aten::set_")  # with an o
 _UNREPEATABLE = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-def build() -> str:
-    """Return the path of the extension; compile it where Triton's cache does not have it.
-
-    Of several processes on a machine, the others wait for the first one.
-    """
-    from triton.runtime.cache import get_cache_manager
-
-    source, home = Path(__file__).with_name("replay.cpp"), Path(torch.__file__).parent
-    key = hashlib.sha256(f"{torch.__version__} {sys.version} {source.read_text()}".encode()).hexdigest()
-    cache, file = get_cache_manager(key), f"{NAME}.so"
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        last = time.monotonic() + _PATIENCE_S
-        while cache.get_file(file) is None and time.monotonic() < last:
-            time.sleep(1)
-    if (path := cache.get_file(file)) is not None:
-        return str(path)
-    includes = home / "include", home / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]
-    with tempfile.TemporaryDirectory() as folder:
-        built = Path(folder, file)
-        command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden"]
-        command += [*(f"-I{path}" for path in includes), str(source), "-o", str(built), f"-L{home / 'lib'}"]
-        command += ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
-        pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
-        with subprocess.Popen(command, text=True, **pipe) as compiler:  # and the processes that it starts
-            end = atexit.register(partial(os.killpg, compiler.pid, signal.SIGTERM))
-            said = compiler.communicate()[0]
-            atexit.unregister(end)
-        if compiler.returncode:
-            raise RuntimeError(f"{command[0]} ended with status {compiler.returncode}: {said}")
-        return str(cache.put(built.read_bytes(), file, binary=True))
-
-
-_ready, _lock = threading.Event(), threading.Lock()
-
-
-def extension() -> Any:
-    """Return the extension, when it is there; or None with a warning where it cannot be built."""
-    with _lock:
-        return _extension()
-
-
-@lru_cache
-def _extension() -> Any:
-    try:
-        spec: Any = importlib.util.spec_from_file_location(NAME, build())
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    except Exception as error:  # of the compiler, the linker or the loader
-        dispatch.warn_once(f"Calls of ops are not replayed: {error}"[:1000])
-        return None
-    finally:
-        _ready.set()
-
-
-@lru_cache
-def _begin() -> None:
-    if torch.cuda.is_available():  # calls on a CPU stay ordinary ones
-        threading.Thread(target=extension, daemon=True).start()
-
-
 class Tape(TorchDispatchMode):
     """Records what is launched, allocated and called of PyTorch while it is entered."""
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         super().__init__()
         self.steps = extension().Tape(tensors)
-        self.held: list[Any] = []  # so that no two tensors are the same
-        self.own: list[Tensor] = []  # tensors that are not views
+        self.device = next((x.device for x in tensors if x is not None), None)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -132,6 +66,8 @@ class Tape(TorchDispatchMode):
                 return dispatch.RUNS[op](*args, **kwargs)
         if op is torch.ops.aten.detach.default:  # by torch.empty_like
             return args[0]
+        if op.namespace != "aten":  # such as a collective, which must not run twice
+            raise NotImplementedError(f"{op} may do more than compute")
         if _UNREPEATABLE & set(op.tags) or op._schema.name in _ABSOLUTE:
             raise NotImplementedError(f"{op} does not repeat itself")
         _recording.tape = None  # another op may launch kernels of ours
@@ -140,14 +76,18 @@ class Tape(TorchDispatchMode):
         finally:
             _recording.tape = self
         outs = list(out) if isinstance(out, (tuple, list)) else [out]
-        self.held += outs
-        if not any(result.alias_info for result in op._schema.returns):
-            self.own += outs
+        if self._is_here(args) and any(isinstance(x, Tensor) and x.device != self.device for x in outs):
+            raise NotImplementedError(f"{op} leaves the device, perhaps for Python to read values")
         if op._schema.name in _EMPTY:
             self.steps.allocate(out)
         else:
             self.steps.op(op._schema.name, op._schema.overload_name, args, kwargs, outs)
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        self.steps.own([x for x in outs if x.untyped_storage()._cdata not in given])  # some may be views, or not
         return out
+
+    def _is_here(self, args: Sequence[Any]) -> bool:
+        return any(isinstance(x, Tensor) and x.device == self.device for x in args)
 
     def launch(self, kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
         """Record the launch of a kernel that Triton has compiled, with its arguments by name."""
@@ -159,7 +99,7 @@ class Tape(TorchDispatchMode):
             for name, kind in kernel.src.signature.items()
             if kind != "constexpr"
         ]
-        self.steps.launch(kernel.function, grid, 32 * about.num_warps, about.shared, packed)
+        self.steps.launch(kernel, kernel.function, grid, 32 * about.num_warps, about.shared, packed)
 
 
 def _tape(call: Call, args: Sequence[Any], tensors: Sequence[Tensor | None]) -> tuple[Tape, Any]:
@@ -167,21 +107,42 @@ def _tape(call: Call, args: Sequence[Any], tensors: Sequence[Tensor | None]) -> 
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for name in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView"):  # they copy views
         excluded = excluded.add(getattr(torch._C.DispatchKey, name))
-    with torch.no_grad(), torch._C._ForceDispatchKeyGuard(included, excluded), Tape(tensors) as tape:
-        _recording.tape = tape
-        try:
+    caches_casts = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # a cast that was computed before would be a constant
+    try:
+        with torch.no_grad(), torch._C._ForceDispatchKeyGuard(included, excluded), Tape(tensors) as tape:
+            _recording.tape = tape
             results = call(*args)
-        finally:
-            _recording.tape = None
+    finally:
+        _recording.tape = None
+        torch.set_autocast_cache_enabled(caches_casts)
     return tape, results
 
 
 def _attempt(run: Call, plan: Call, *args: Any) -> Any:
+    """Return the plan of a call, None for a kind whose calls stay ordinary ones, or NotImplemented for this call."""
+    if not dispatch.is_eager():
+        return NotImplemented
     try:
-        return plan(*args) if dispatch.is_eager() else None
-    except Exception as error:  # such calls stay ordinary ones
-        dispatch.warn_once(f"A call of {run.__module__}.{run.__name__} is not replayed: {error!r}"[:500])
+        return plan(*args)
+    except torch.OutOfMemoryError:  # an ordinary call would meet it, too, and a later one of the kind may not
+        raise
+    except KernelFailed:  # of which the ordinary call warns
         return None
+    except Exception as error:
+        _tell(f"A call of {run.__module__}.{run.__name__} is not replayed: {error!r}"[:500])
+        return None
+
+
+def _is_watched() -> bool:
+    """Return whether hooks of Triton, such as a profiler's, or compiled autograd have to see what a call does."""
+    if _hooks is None:
+        return True
+    enter, leave = _hooks.launch_enter_hook, _hooks.launch_exit_hook
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+        return True
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled_autograd is not None and compiled_autograd.compiled_autograd_enabled
 
 
 def _calls(ordinary: Call, run: Call, plan: Call) -> Call:
@@ -196,10 +157,10 @@ def _calls(ordinary: Call, run: Call, plan: Call) -> Call:
         return cast(Call, made)
 
     def call(*args: Any) -> Any:
-        if _ready.is_set():
-            return calls()(*args)
-        _begin()
-        return ordinary(*args)
+        if not _ready.is_set():
+            _begin(args)
+            return ordinary(*args)
+        return (ordinary if _is_watched() else calls())(*args)
 
     return call
 
@@ -227,10 +188,10 @@ def replayed(ordinary: Call, run: Call, setup_context: Call, backward: Call) -> 
         setup_context(context, args, results)
         saved, not_differentiable = (getattr(context, name, ()) for name in ("to_save", "non_differentiable"))
         context.to_save = context.non_differentiable = context.saved_for_forward = ()  # which the plan does not keep
-        if any(isinstance(x, Tensor) for x in vars(context).values()):
+        if any(isinstance(x, Tensor) for x in tree_leaves(vars(context))):
             raise NotImplementedError("its context holds a tensor")
         outputs = [results] if isinstance(results, Tensor) else results
-        if not all(any(x is y for y in tape.own) for x in outputs):
+        if not all(tape.steps.owns(x) for x in outputs):
             raise NotImplementedError("an output may be a view")
         differentiable = [all(x is not y for y in not_differentiable) for x in outputs]
 

@@ -1,10 +1,12 @@
 """Replayed calls without a GPU. `test_replay.py` runs this file beside a driver that stands in for CUDA's."""
 
 import ctypes
+import gc
 import os
 import re
 import sys
 import threading
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,10 +17,13 @@ import torch
 import torch.distributed as dist
 import triton
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import forward_ad
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 from triton.runtime import driver
@@ -29,7 +34,7 @@ from headmix_vision.ops import TokenBlocks, TokenRanks, grid_conv, hardware, hea
 from headmix_vision.ops import replay as replay_module
 from headmix_vision.ops.dispatch import COMPILED, _warned, as_function
 from headmix_vision.ops.hardware import right_assembler
-from headmix_vision.ops.runtime import Launch, forget_plans
+from headmix_vision.ops.runtime import Launch, _recording, forget_plans
 
 assert replay_module.extension() is not None  # before the tests: calls do not wait for it
 CUDA = ctypes.CDLL("libcuda.so.1")
@@ -136,7 +141,7 @@ def test_second_call_runs_no_python(op):
 def test_calls_are_ordinary_until_the_extension_is_there(op, monkeypatch):
     there, asked = threading.Event(), []
     monkeypatch.setattr(replay_module, "_ready", there)
-    monkeypatch.setattr(replay_module, "_begin", lambda: asked.append(1))
+    monkeypatch.setattr(replay_module, "_begin", lambda args: asked.append(args))
     assert replay(op, 4, 5) == (5, 5) and len(asked) == 5
     there.set()
     assert replay(op, 4, 5) == (6, 6)
@@ -230,6 +235,43 @@ def test_hooks_and_checkpoints(op):
         x = draw(4, 4).requires_grad_()
         checkpoint(lambda x: op.apply(x + 1, y, FACTOR)[0], x, use_reentrant=False).sum().backward()
         torch.testing.assert_close(x.grad, y * FACTOR)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("replayed_first", [False, True])
+def test_checkpoints_of_calls_that_begin_or_cease_to_be_replayed(op, monkeypatch, replayed_first, use_reentrant):
+    """The recomputation saves what the forward pass has saved, as a checkpoint demands."""
+    there = threading.Event()
+    monkeypatch.setattr(replay_module, "_ready", there)
+    for _ in range(3):
+        x, y = draw(4, 4).requires_grad_(), draw(4, 4)
+        (there.set if replayed_first else there.clear)()
+        out = checkpoint(lambda x, y=y: op.apply(x + 1, y, FACTOR)[0], x, use_reentrant=use_reentrant)
+        (there.clear if replayed_first else there.set)()
+        out.sum().backward()
+        torch.testing.assert_close(x.grad, y * FACTOR)
+
+
+def test_selective_checkpoints_and_tensors_kept_on_the_cpu(op):
+    def choose(context, op, *_, **options):
+        return CheckpointPolicy.MUST_SAVE if "mul" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    for _ in range(3):
+        x, y = draw(4, 4).requires_grad_(), draw(4, 4)
+        contexts = partial(create_selective_checkpoint_contexts, choose)
+        call = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+        call(lambda x, y=y: op.apply(x * 2, y, FACTOR)[0], x).sum().backward()
+        with torch.autograd.graph.save_on_cpu():
+            out = op.apply(x + 1, y, FACTOR)[0]
+        out.sum().backward()
+        torch.testing.assert_close(x.grad, 3 * y * FACTOR)
+
+
+def test_derivatives_agree_with_differences(op):
+    x, y = draw(3, 3).requires_grad_(), draw(3, 3).requires_grad_()
+    for _ in range(2):  # with gradients of outputs that are missing, of zeros and of other strides
+        assert torch.autograd.gradcheck(lambda x, y: op.apply(x, y, 1.5)[0], (x, y))
+    assert op.forwards == 1
 
 
 def test_gradients_of_gradients_are_ordinary(op):
@@ -336,6 +378,180 @@ class Forward(Op):
         return out
 
 
+def test_casts_that_autocast_keeps_are_no_constants(op):
+    op = Forward(lambda op, x, w: op.product(x, (w @ w).double()))
+    x, w = torch.eye(64, dtype=torch.float64), torch.rand(64, 64, requires_grad=True)
+    for _ in range(3):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected = x * (w @ w).double()  # and casts w, for all of the context
+            assert torch.equal(op.apply(x, w), expected)
+        with torch.no_grad():
+            w.mul_(1.5)
+
+
+def test_memory_goes_as_in_an_ordinary_call(op):
+    def forward(op, x):
+        buffer = op.product(x, x)
+        out, gone = op.product(buffer, buffer), weakref.ref(buffer)
+        del buffer
+        alive.append(gone() is not None)
+        return out
+
+    alive = []
+    op, x = Forward(forward), draw(4, 4)
+    torch.testing.assert_close(op.apply(x), x**4)
+    assert op.forwards == 1 and alive == [False]
+    refs = []
+    for _ in range(3):
+        x, y = draw(5, 5).requires_grad_(), draw(5, 5)
+        out = Op().apply(x, y, FACTOR)[0]
+        out.backward(d_out := torch.ones_like(out))
+        refs += map(weakref.ref, (x, y, out, d_out, x.grad))
+        del x, y, out, d_out
+    assert not any(ref() is not None for ref in refs)
+
+
+def test_kernels_live_as_long_as_their_launches(op):
+    kernels = weakref.WeakSet()
+
+    def forward(op, x):
+        kernel = Kernel()
+        kernels.add(kernel)
+        Launch(kernel, (1,), (x.numel(), 1.0), {})(out := x.new_empty(x.shape), x, x)
+        return out
+
+    op = Forward(forward)
+    op.apply(draw(4, 4))
+    gc.collect()
+    assert len(kernels) == 1
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("none left"), KeyboardInterrupt()])
+def test_errors_that_pass_are_not_kept(op, error):
+    """Neither warning nor lasting harm: the next call of the kind is recorded."""
+
+    def forward(op, x, y):
+        if op.forwards == 1:
+            raise error
+        return op.product(x, y)
+
+    def backward(ctx, d_out):
+        op.backwards += 1
+        if op.backwards == 1:
+            raise error
+        return d_out, d_out
+
+    op = Forward(forward)
+    op._backward = backward
+    op.apply = as_function(op._forward, op._setup_context, backward)
+    x, y = draw(4, 4).requires_grad_(), draw(4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(type(error)):
+            op.apply(x, y)
+        assert _recording.tape is None and _get_current_dispatch_mode() is None and torch.is_autocast_cache_enabled()
+        out = op.apply(x, y)
+        with pytest.raises(type(error)):
+            out.sum().backward(retain_graph=True)
+        for _ in range(3):
+            op.apply(x, y).sum().backward()
+    assert (op.forwards, op.backwards) == (2, 2)
+
+
+def test_errors_of_replays_have_their_types(op):
+    replay(op, 4, 4)
+    with pytest.raises(IndexError):  # of a boxed call
+        take = Forward(lambda op, x, i: op.product(x, x.index_select(0, i)))
+        for index in ([0, 1], [1, 0], [1, 9]):
+            take.apply(draw(2, 2), torch.tensor(index))
+    assert take.forwards == 1
+
+
+class Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        return op(*args, **(kwargs or {}))
+
+
+def test_calls_that_others_watch_are_ordinary(op):
+    replay(op, 4, 4)
+    hook, add = list, knobs.runtime.launch_enter_hook.add
+    for i in range(3):
+        with Watch():
+            check(op, draw(4, 4), draw(4, 4))
+        add(hook)
+        check(op, draw(4, 4), draw(4, 4))
+        knobs.runtime.launch_enter_hook.remove(hook)
+        assert (op.forwards, op.backwards) == (3 + 2 * i, 3 + 2 * i)
+    check(op, draw(4, 4), draw(4, 4))
+    assert (op.forwards, op.backwards) == (7, 7)
+
+
+def test_compiled_autograd(op):
+    replay(op, 4, 4)
+    x, y = draw(4, 4).requires_grad_(), draw(4, 4)
+    out = op.apply(x, y, FACTOR)[0]
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        op.apply(x, y, FACTOR)[0].sum().backward()
+        torch.testing.assert_close(x.grad, y * FACTOR)
+        with pytest.raises(
+            NotImplementedError, match="Enable it before the forward pass, or set HEADMIX_VISION_REPLAY"
+        ):
+            out.sum().backward()
+
+
+def test_effects_happen_once(op):
+    """A record would run a collective once, and its replay a second time, perhaps on one rank alone."""
+    runs, library = [], torch.library.Library("test_of_replay", "FRAGMENT")
+    library.define("reduce(Tensor x) -> Tensor")
+    library.impl("reduce", lambda x: runs.append(1) or x.clone(), "CPU")
+    op = Forward(lambda op, x: op.product(torch.ops.test_of_replay.reduce(x), x))
+    with pytest.warns(UserWarning, match="not replayed: .*may do more than compute"):
+        for i in range(3):
+            op.apply(draw(3, 3))
+            assert len(runs) == i + 1
+
+
+def test_settings_are_equal_by_value_and_type(op):
+    op = Forward(lambda op, x, settings: op.product(x, x, float(len(settings))))
+    for _ in range(2):
+        for settings in ((1, 2), [1, 2], (1, 2, 3), (), [], (1, True), (1, 2.5)):
+            x = draw(3, 3)  # tuples of whole numbers are made anew, and all others are constants of this function
+            given = tuple(list(settings)) if settings == (1, 2) and isinstance(settings, tuple) else settings
+            torch.testing.assert_close(op.apply(x, given), x * x * len(settings))
+    assert op.forwards == 7
+
+
+def test_kinds_have_an_end(op):
+    op = Forward(lambda op, x: op.product(x, x))
+    for i in range(600):
+        op.apply(draw(1, 1 + i))
+    before = op.forwards
+    for i in range(600):
+        op.apply(draw(1, 1 + i))
+    assert before == 600 and op.forwards == 688  # 512 kinds are kept
+
+
+def test_forks_and_racing_threads(op):
+    def work(size):
+        check(op, draw(4, size), draw(4, size))
+
+    for size in range(4, 12):
+        threads = [threading.Thread(target=work, args=(size,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    child = os.fork()
+    if not child:
+        try:
+            work(4)
+            work(20)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_places_of_missing_tensors_are_a_part_of_the_kind(op):
     op = Forward(lambda op, x, y, z: op.product(x, y, 2.0) if z is None else op.product(x, z, 3.0))
     x, y = draw(4, 4), draw(4, 4)
@@ -370,9 +586,23 @@ def hide(x):
         (lambda op, x: op.product(x, x.as_strided((3, 3), (3, 1), 0)), lambda *_: None, "does not repeat itself"),
         (lambda op, x: op.product(x, torch.rand_like(x)), lambda *_: None, "does not repeat itself"),
         (lambda op, x: op.product(x, x), lambda ctx, *_: setattr(ctx, "kept", draw(1)), "its context holds a tensor"),
+        (
+            lambda op, x: op.product(x, x),
+            lambda ctx, *_: setattr(ctx, "kept", [(draw(1),)]),
+            "its context holds a tensor",
+        ),
         (lambda op, x: x.view(9), lambda *_: None, "an output may be a view"),
+        (lambda op, x: op.product(x, x) if x.to("meta").is_meta else x, lambda *_: None, "leaves the device"),
     ],
-    ids=["hidden view", "absolute offset", "random numbers", "tensor of a context", "view"],
+    ids=[
+        "hidden view",
+        "absolute offset",
+        "random numbers",
+        "tensor of a context",
+        "list of a context",
+        "view",
+        "copy",
+    ],
 )
 def test_calls_that_do_not_repeat_are_ordinary(op, forward, setup_context, message):
     op = Forward(forward, setup_context)
@@ -421,6 +651,16 @@ def test_clips_of_mixing_weights_are_replayed():
             assert torch.equal(out, weight.clamp(0, 1))
 
 
+def test_tangents_of_gradients_are_kept():
+    weight, grad, tangent = torch.rand(5).requires_grad_(), torch.rand(5), torch.rand(5)
+    for _ in range(3):
+        out = clip_keep_inward_gradient(weight, 0.0, 1.0)
+        torch.autograd.grad(out, weight, grad, retain_graph=True)
+        with forward_ad.dual_level():
+            (found,) = torch.autograd.grad(out, weight, forward_ad.make_dual(grad, tangent))
+            assert torch.equal(forward_ad.unpack_dual(found).tangent, tangent)
+
+
 def parameters_of(ptx):
     """Read the sizes of a kernel's parameters."""
     entry = ptx[ptx.index(".entry") :].partition(")")[0]
@@ -467,6 +707,8 @@ def gpu(request, monkeypatch):
 
 BLOCKS = TokenBlocks.from_grid((14, 14), (4, 4))
 
+ONE_BLOCK = TokenBlocks.from_grid((24, 24), (1, 1))
+
 
 def half(*shape):
     return torch.rand(shape, dtype=torch.bfloat16).requires_grad_()
@@ -477,6 +719,8 @@ CASES = {
                      lambda *x: mhla(*x, BLOCKS, impl="triton")),
     "mhla summary": lambda: ([half(2, 196, 6, 64) for _ in range(3)] + [torch.rand(16, 16).requires_grad_()],
                              lambda *x: mhla(*x, BLOCKS, impl="triton_summary")),
+    "mhla of one block": lambda: ([half(2, 576, 3, 64) for _ in range(3)] + [torch.rand(1, 1).requires_grad_()],
+                                  lambda *x: mhla(*x, ONE_BLOCK, impl="triton")),
     "head_in_head": lambda: ([*(half(1, 64, 3, 64) for _ in range(3)), half(1, 64, 3), -half(1, 64, 3), half(3, 4, 4)],
                              lambda *x: head_in_head(*x, impl="triton")[0]),
     "grid_conv": lambda: ([half(2, 196, 64), torch.rand(64, 1, 3, 3).requires_grad_(), torch.rand(64).requires_grad_()],
