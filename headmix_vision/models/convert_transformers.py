@@ -1,4 +1,4 @@
-"""Conversion of weights of transformers' ViT, DeiT and DINOv2 to the names of timm's vision transformers."""
+"""Conversion of weights of transformers' ViT, DeiT, DINOv2 and DINOv3 to the names of timm's vision transformers."""
 
 from __future__ import annotations
 
@@ -41,6 +41,57 @@ _QKV = ("query", "key", "value")
 _PREFIXES = ("vit.", "deit.", "dinov2.", "dinov2_with_registers.", "backbone.")
 _IGNORED = ("embeddings.mask_token", "pooler.dense.weight", "pooler.dense.bias")
 
+_DINOV3_BLOCK = re.compile(r"layer\.(\d+)\.(.+)\.(weight|bias|lambda1)")
+_DINOV3_RENAMED = {
+    "embeddings.cls_token": "cls_token",
+    "embeddings.register_tokens": "reg_token",
+    "embeddings.patch_embeddings.weight": "patch_embed.proj.weight",
+    "embeddings.patch_embeddings.bias": "patch_embed.proj.bias",
+    "norm.weight": "norm.weight",
+    "norm.bias": "norm.bias",
+}
+_DINOV3_IN_BLOCK = {
+    "attention.o_proj.weight": "attn.proj.weight",
+    "attention.o_proj.bias": "attn.proj.bias",
+    "attention.q_proj.bias": "attn.q_bias",
+    "attention.v_proj.bias": "attn.v_bias",
+    "layer_scale1.lambda1": "gamma_1",
+    "layer_scale2.lambda1": "gamma_2",
+    "mlp.up_proj.weight": "mlp.fc1.weight",
+    "mlp.up_proj.bias": "mlp.fc1.bias",
+    "mlp.down_proj.weight": "mlp.fc2.weight",
+    "mlp.down_proj.bias": "mlp.fc2.bias",
+    **{f"{norm}.{leaf}": f"{norm}.{leaf}" for norm in ("norm1", "norm2") for leaf in ("weight", "bias")},
+}
+_DINOV3_QKV = tuple(f"attention.{part}_proj.weight" for part in "qkv")
+
+
+def dinov3_to_timm(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the weights of transformers' DINOv3 ViT for timm's, and join those of queries, keys and values.
+
+    The mask token is left out.
+
+    Args:
+        state_dict: Weights as ``save_pretrained`` writes them.
+
+    Raises:
+        InputError: A weight without a place in timm's models, or a layer without one of queries, keys and values.
+    """
+    renamed: dict[str, Tensor] = {}
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, value in state_dict.items():
+        in_block = _DINOV3_BLOCK.fullmatch(name)
+        leaf = f"{in_block[2]}.{in_block[3]}" if in_block else ""
+        if name in _DINOV3_RENAMED:
+            renamed[_DINOV3_RENAMED[name]] = value
+        elif in_block and leaf in _DINOV3_QKV:
+            parts.setdefault(f"blocks.{in_block[1]}.attn.qkv.weight", {})[leaf] = value
+        elif in_block and leaf in _DINOV3_IN_BLOCK:
+            renamed[f"blocks.{in_block[1]}.{_DINOV3_IN_BLOCK[leaf]}"] = value
+        elif name != "embeddings.mask_token":
+            raise InputError(f"{name} has no place in timm's DINOv3: not a DINOv3 ViT of transformers.")
+    return renamed | _joined(parts, _DINOV3_QKV)
+
 
 def transformers_to_timm(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the weights of transformers' ViT, DeiT or DINOv2, and join queries, keys and values.
@@ -75,11 +126,15 @@ def transformers_to_timm(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise InputError(
                 f"{full} has no place in timm's vision transformers: not a ViT, DeiT or DINOv2 of transformers."
             )
+    return _with_register_tokens(renamed | _joined(parts, _QKV))
+
+
+def _joined(parts: dict[str, dict[str, Tensor]], names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Join queries, keys and values of each layer."""
     for name, three in parts.items():
-        if missing := [part for part in _QKV if part not in three]:
+        if missing := [part for part in names if part not in three]:
             raise InputError(f"{name} cannot be made: the weights lack {missing[0]}.")
-        renamed[name] = torch.cat([three[part] for part in _QKV])
-    return _with_register_tokens(renamed)
+    return {name: torch.cat([three[part] for part in names]) for name, three in parts.items()}
 
 
 def _with_register_tokens(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -90,6 +145,8 @@ def _with_register_tokens(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         placed.append("reg_token")
     elif "reg_token" not in weights:
         return weights
+    if weights["reg_token"].ndim != 3:
+        raise InputError(f"register tokens must be [1, tokens, C], got {tuple(weights['reg_token'].shape)}.")
     positions = weights.get("pos_embed", torch.empty(0)).float()
     for index, name in enumerate(placed):
         token = weights.get(name)

@@ -15,7 +15,7 @@ from headmix_vision.data.augmentation import INTERPOLATIONS, check_interpolation
 from headmix_vision.errors import InputError, check_choice, check_counts, check_numbers
 from headmix_vision.files.reading import check_fields, read_json
 from headmix_vision.files.tensors import read_weights
-from headmix_vision.models.convert_transformers import transformers_to_timm
+from headmix_vision.models.convert_transformers import dinov3_to_timm, transformers_to_timm
 from headmix_vision.models.names import CORRECT
 from headmix_vision.models.swap import SWAPPED, swap_attention
 from headmix_vision.runs.checkpoints import (
@@ -31,6 +31,7 @@ from headmix_vision.runs.networks import LOCAL, PREPROCESSING, create_network, e
 _WEIGHTS = "model.safetensors"
 _ACTIVATIONS = ("gelu", "gelu_python")
 _DINOV2 = ("dinov2", "dinov2_with_registers")
+_DINOV3 = "dinov3_vit"
 
 
 class Made(NamedTuple):
@@ -57,7 +58,7 @@ def open_teacher(
 
     Args:
         source: A run directory, a `.ckpt`, a `.safetensors` of `headmix export`, the name of a model in timm, or
-            `local-dir:` with a folder that timm or transformers (ViT, DeiT, DINOv2) has saved.
+            `local-dir:` with a folder that timm or transformers (ViT, DeiT, DINOv2, DINOv3) has saved.
         checkpoint: Weights of a model named in timm; not needed where weights come with the package.
         arguments: Further arguments of `timm.create_model` for a model named in timm.
         img_size: Image size in pixels, to which position embeddings are resampled; that of the weights when None.
@@ -162,22 +163,19 @@ def _preprocessing(where: str, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_transformers(folder: Path, config: dict[str, Any], img_size: Any) -> Made:
-    """Make timm's network of a ViT, DeiT or DINOv2 of transformers; its norms have timm's epsilon."""
+    """Make timm's network of a ViT, DeiT, DINOv2 or DINOv3 of transformers; its norms have timm's epsilon."""
     where, kind = f"{folder / 'config.json'}", config["model_type"]
-    if (
-        kind not in ("vit", "deit", *_DINOV2)
-        or config.get("use_swiglu_ffn")
-        or config.get("hidden_act") not in _ACTIVATIONS
-    ):
+    gated = config.get("use_swiglu_ffn") or config.get("use_gated_mlp")
+    if kind not in ("vit", "deit", _DINOV3, *_DINOV2) or gated or config.get("hidden_act") not in _ACTIVATIONS:
         raise InputError(
-            f"{where} describes a {kind!r:.40} that cannot be a teacher: it must be a ViT, DeiT or DINOv2 with GELU, or"
-            " a folder of timm"
+            f"{where} describes a {kind!r:.40} that cannot be a teacher: it must be a ViT, DeiT, DINOv2 or DINOv3 ViT"
+            " with GELU, or a folder of timm"
         )
     sizes = ["hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size", "num_channels"]
     sizes.append("mlp_ratio" if kind in _DINOV2 else "intermediate_size")
     config = check_fields(where, {"mlp_ratio": 4, **config}, dict.fromkeys(sizes, int))
     check_counts(1, **{f"{name} in {where}": config[name] for name in sizes})
-    state = transformers_to_timm(read_weights(folder / _WEIGHTS))
+    state = (dinov3_to_timm if kind == _DINOV3 else transformers_to_timm)(read_weights(folder / _WEIGHTS))
     check_finite(state, str(folder / _WEIGHTS))
     if kind in _DINOV2:  # its classifier sees the class token and the mean of the patches
         state = {name: value for name, value in state.items() if not name.startswith("head.")}
@@ -191,11 +189,17 @@ def _open_transformers(folder: Path, config: dict[str, Any], img_size: Any) -> M
         "depth": config["num_hidden_layers"],
         "num_heads": config["num_attention_heads"],
         "mlp_ratio": ratio,
-        "qkv_bias": bool(config.get("qkv_bias", True)),
-        **({"init_values": 1.0} if kind in _DINOV2 else {}),
-        **({"reg_tokens": state["reg_token"].shape[1], "no_embed_class": True} if "reg_token" in state else {}),
     }
-    name = "deit_base_distilled_patch16_224" if "dist_token" in state else "vit_base_patch16_224"
+    if kind == _DINOV3:
+        name = "vit_small_patch16_dinov3_qkvb"
+        arguments |= _dinov3_arguments(where, config)
+    else:
+        name = "deit_base_distilled_patch16_224" if "dist_token" in state else "vit_base_patch16_224"
+        arguments |= {
+            "qkv_bias": bool(config.get("qkv_bias", True)),
+            **({"init_values": 1.0} if kind in _DINOV2 else {}),
+            **({"reg_tokens": state["reg_token"].shape[1], "no_embed_class": True} if "reg_token" in state else {}),
+        }
     made = _create(name, arguments, None, None)
     network: Any = made.network
     try:
@@ -213,6 +217,24 @@ def _open_transformers(folder: Path, config: dict[str, Any], img_size: Any) -> M
         network.set_input_size(img_size)
         made.arguments["img_size"] = img_size
     return made
+
+
+def _dinov3_arguments(where: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of timm's DINOv3 besides sizes: it has register tokens, and no bias of keys."""
+    biases = {name: bool(config.get(name, name != "key_bias")) for name in ("query_bias", "key_bias", "value_bias")}
+    if biases["key_bias"] or biases["query_bias"] != biases["value_bias"]:
+        raise InputError(
+            f"{where} has {biases}: timm's DINOv3 has biases of queries and values, or none, and no key_bias"
+        )
+    registers, theta = config.get("num_register_tokens", 0), config.get("rope_theta", 100.0)
+    check_counts(1, **{f"num_register_tokens in {where}": registers})
+    check_numbers(1e-3, 1e9, **{f"rope_theta in {where}": theta})
+    return {
+        "qkv_bias": biases["query_bias"],
+        "num_reg_tokens": registers,
+        "rope_temperature": float(theta),
+        "global_pool": "token",
+    }
 
 
 def make_student(

@@ -212,7 +212,7 @@ class DistilledClassifier(ImageClassifier):
 
     Args:
         teacher: Run directory, `.ckpt`, exported `.safetensors`, name in timm, or `local-dir:` with a folder that timm
-            or transformers (ViT, DeiT, DINOv2) has saved.
+            or transformers (ViT, DeiT, DINOv2, DINOv3) has saved.
         core: New core: `mhla`, `linear`, `hih` or `softmax`.
         head_mix: Mix across feature heads.
         layers: Attention layers to swap, by number or name; all when null.

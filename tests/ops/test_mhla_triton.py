@@ -527,3 +527,25 @@ def test_meta_tensors_are_refused():
 def test_an_older_triton_is_named(monkeypatch):
     monkeypatch.setattr(triton, "__version__", "3.4.1")
     assert "they need triton 3.5 (torch 2.9), installed is 3.4.1" in why_no_kernels()
+
+
+class OfAnyGrid(torch.nn.Module):
+    """Attend to the places of a picture."""
+
+    def __init__(self, impl):
+        super().__init__()
+        self.impl = impl
+
+    def forward(self, x, mixing):
+        tokens = x.flatten(1, 2)[:, :, None]
+        return mhla(tokens, tokens, tokens, mixing, TokenBlocks.from_grid(x.shape[1:3], (2, 2)), impl=self.impl)
+
+
+def test_an_exported_program_of_all_grids_has_one_regime():
+    x, mixing = torch.randn(1, 4, 6, 16, device=DEVICE), torch.rand(4, 4, device=DEVICE)
+    sizes = {axis: torch.export.Dim(name, min=2) for axis, name in ((1, "height"), (2, "width"))}
+    exported = torch.export.export(OfAnyGrid("triton"), (x, mixing), dynamic_shapes=(sizes, None)).module()
+    for shape in ((2, 2), (3, 5), (9, 4), (20, 15)):  # where the cost model chooses either
+        x = torch.randn(1, *shape, 16, device=DEVICE)
+        exact = OfAnyGrid("reference")(x.double(), mixing.double())
+        assert relative_error(exported(x, mixing).double(), exact) < 3e-6

@@ -295,12 +295,14 @@ def test_a_teacher_of_transformers_becomes_one_of_timm(tmp_path: Path) -> None:
 
 
 def transformers_folder(name: str, folder: Path, **changed: int) -> Any:
-    """Save a small DeiT or DINOv2 with drawn weights, and return it."""
+    """Save a small DeiT, DINOv2 or DINOv3 with drawn weights, and return it."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 7}
     sizes |= changed
     if name.startswith("DeiT"):
         config = transformers.DeiTConfig(**sizes, intermediate_size=64, num_labels=5, layer_norm_eps=1e-6)
+    elif name.startswith("DINOv3"):
+        config = transformers.DINOv3ViTConfig(**sizes, intermediate_size=64, num_register_tokens=3)
     else:
         config = transformers.Dinov2WithRegistersConfig(**sizes, num_register_tokens=3, num_labels=5)
     theirs = getattr(transformers, name)(config).eval()
@@ -319,6 +321,7 @@ def transformers_folder(name: str, folder: Path, **changed: int) -> Any:
         ("DeiTForImageClassificationWithTeacher", 2),
         ("Dinov2WithRegistersModel", 4),
         ("Dinov2WithRegistersForImageClassification", 4),
+        ("DINOv3ViTModel", 4),
     ],
 )
 def test_teachers_of_transformers_keep_distillation_and_register_tokens(name: str, prefix: int, tmp_path: Path) -> None:
@@ -326,7 +329,8 @@ def test_teachers_of_transformers_keep_distillation_and_register_tokens(name: st
     made = open_teacher(f"local-dir:{tmp_path / 'theirs'}")
     network: Any = made.network
     images = torch.randn(2, 3, 28, 28)
-    wanted = getattr(theirs, theirs.base_model_prefix, theirs)(images).last_hidden_state
+    backbone = theirs if name.endswith("Model") else theirs.base_model
+    wanted = backbone(images).last_hidden_state
     torch.testing.assert_close(network.forward_features(images), wanted, rtol=1e-4, atol=1e-4)
     assert network.num_prefix_tokens == prefix
     if name.startswith("DeiTFor"):
@@ -346,6 +350,24 @@ def test_a_deit_of_transformers_is_distilled_by_the_command(tmp_path: Path) -> N
     config = write_config(tmp_path / "a.yaml", f"local-dir:{tmp_path / 'theirs'}", **stages)
     assert run("fit", "-c", config, "--run_dir", tmp_path / "run") == 0
     assert logged(tmp_path / "run", "train/loss_step")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"key_bias": True}, "no key_bias"),
+        ({"num_register_tokens": 0}, "num_register_tokens"),
+        ({"rope_theta": "100"}, "rope_theta"),
+        ({"use_gated_mlp": True}, "cannot be a teacher"),
+        ({"num_hidden_layers": 3}, "does not fit its config.json"),
+    ],
+)
+def test_a_dinov3_that_timm_does_not_have_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    transformers_folder("DINOv3ViTModel", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changed}))
+    with pytest.raises(InputError, match=message):
+        open_teacher(f"local-dir:{tmp_path}")
 
 
 @pytest.mark.parametrize("lost", ["embeddings.position_embeddings", "embeddings.cls_token"])
