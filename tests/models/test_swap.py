@@ -667,7 +667,7 @@ def test_models_of_transformers_compile_and_export():
     )
 
 
-SIZES = [(64, 64), (96, 128), (208, 80), (320, 240)]  # blocks of one token, whole blocks, and uneven blocks
+IMAGE_SIZES = [(64, 64), (96, 128), (208, 80), (320, 240)]  # blocks of one token, whole blocks, and uneven blocks
 
 
 def export_of_all_sizes(model, least=4, **largest):
@@ -700,7 +700,7 @@ def test_an_exported_program_of_all_image_sizes_gives_the_models_numbers(core, o
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=5, dynamic_img_size=True, depth=1)
     swap_attention(model, core, **options)
     exported = export_of_all_sizes(with_drawn_weights(model), max=20)
-    for size in SIZES:
+    for size in IMAGE_SIZES:
         batch = torch.rand(3, 3, *size)
         close(exported(batch), model(batch))
 
@@ -709,7 +709,7 @@ def test_an_exported_program_of_all_image_sizes_gives_the_models_numbers(core, o
 def test_an_exported_program_of_our_models_takes_all_image_sizes(name):
     model = timm.create_model(name, img_size=64, num_classes=5, dynamic_img_size=True, depth=1)
     exported = export_of_all_sizes(with_drawn_weights(model), max=20)
-    for size in SIZES:
+    for size in IMAGE_SIZES:
         batch = torch.rand(3, 3, *size)
         close(exported(batch), model(batch))
 
