@@ -27,8 +27,11 @@ def is_symbolic(size: Any) -> bool:
 
 
 def is_symbolic_in_export(size: Any) -> bool:
-    """Return whether a size stands for several in an exported program, which cannot be traced again for others."""
-    return torch.compiler.is_exporting() and is_symbolic(size)
+    """Return whether a size stands for several in an exported program, which cannot be traced again for others.
+
+    Not where Dynamo traces, which takes ``is_exporting`` to hold in torch.compile, too: there a strict export is refused.
+    """
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling() and is_symbolic(size)
 
 
 def larger(size: int, other: int) -> int:
