@@ -23,12 +23,14 @@ class CallGrid(ABC):
 
     Args:
         model: the model with the patch embedding.
+        shape: the grid before the first call.
     """
 
     varies = False
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, shape: tuple[int, ...]) -> None:
         self.model = model
+        self.first = self.seen = shape
         self.trained: dict[int, tuple[tuple[int, ...], ...]] = {}  # grids without a backward pass, by their size
         self.waits = True
 
@@ -57,9 +59,9 @@ class CallGrid(ABC):
         """The patch embedding that the model has now."""
 
     @property
-    @abstractmethod
     def shape(self) -> tuple[int, ...]:
         """The grid of the current call."""
+        return self.seen
 
     def attach(self) -> None:
         """Register the hook."""
@@ -76,13 +78,16 @@ class CallGrid(ABC):
         copied.model = memo[id(self.model)]
         return copied
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the call, whose sizes torch.export may have traced with: those have no numbers."""
+        return {**self.__dict__, "seen": self.first, "trained": {}, "waits": True}
+
 
 class ImageGrid(CallGrid):
     """Token grid of the images that timm's patch embedding was last called with."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__(model)
-        self.seen = tuple(self.embed.grid_size)
+        super().__init__(model, tuple(model.patch_embed.grid_size))
 
     @property
     def embed(self) -> Any:
@@ -107,18 +112,13 @@ class PixelGrid(CallGrid):
     """
 
     def __init__(self, model: Any) -> None:
-        super().__init__(model)
         self.mask_axes = 0
         self.patch = pair("patch_size", model.config.patch_size)
-        self.seen = self._of(pair("image_size", model.config.image_size))
+        super().__init__(model, self._of(pair("image_size", model.config.image_size)))
 
     @property
     def embed(self) -> Any:
         return self.model.embeddings.patch_embeddings
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.seen
 
     def attach(self) -> None:
         super().attach()

@@ -26,27 +26,23 @@ class NaFlexGrid(CallGrid):
 
     varies = True
 
-    def __init__(self, model: Any, shape: tuple[int, ...]) -> None:
-        super().__init__(model)
-        self._shape: tuple[int, ...] | None = shape
-
     @property
     def embed(self) -> Any:
         return self.model.embeds
 
     def __call__(self, embed: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> None:
-        self._shape = None if output[1] is None else tuple(output[1])
-        if self._shape is not None:
-            self.note(self._shape)
+        self.seen = tuple(output[1] or ())
+        if self.seen:
+            self.note(self.seen)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        if self._shape is None:
+        if not self.seen:
             raise InputError(
                 "the grids of the pictures did not reach a swapped layer: the mask of NaFlexVit, which carries them,"
                 " was replaced on its way to the blocks."
             )
-        return self._shape
+        return self.seen
 
 
 class NaFlexEmbeds:

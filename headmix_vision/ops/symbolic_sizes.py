@@ -29,7 +29,7 @@ def is_symbolic(size: Any) -> bool:
 def is_symbolic_in_export(size: Any) -> bool:
     """Return whether a size stands for several in an exported program, which cannot be traced again for others.
 
-    Not where Dynamo traces, which takes ``is_exporting`` to hold in torch.compile, too: there a strict export is refused.
+    Not where Dynamo traces, for which ``is_exporting`` holds in torch.compile, too: a strict export has guards instead.
     """
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling() and is_symbolic(size)
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import shlex
 from functools import partial
 from pathlib import Path
@@ -700,6 +701,7 @@ def test_an_exported_program_of_all_image_sizes_gives_the_models_numbers(core, o
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=5, dynamic_img_size=True, depth=1)
     swap_attention(model, core, **options)
     exported = export_of_all_sizes(with_drawn_weights(model), max=20)
+    pickle.loads(pickle.dumps(model))  # not with the symbols of the export
     for size in IMAGE_SIZES:
         batch = torch.rand(3, 3, *size)
         close(exported(batch), model(batch))
