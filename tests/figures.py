@@ -110,7 +110,7 @@ DEIT, SCALE_H100, SCALE_H200 = (
     f"{RESULTS}/scale_h100.csv",
     f"{RESULTS}/scale_h200.csv",
 )
-MODELS = f"{RESULTS}/models_h200.csv"
+MODELS, MODELS_H100 = f"{RESULTS}/models_h200.csv", f"{RESULTS}/models_h100.csv"
 PARALLEL, TRAINING = f"{RESULTS}/context_parallel_h200.csv", f"{RESULTS}/training_h200.csv"
 CHECKPOINTING, IHA = f"{RESULTS}/scale_checkpointing_h100.csv", f"{RESULTS}/models_deit_iha_h200.csv"
 EMOJI, LARGE = f"{OF}/emoji/results.csv", f"{OF}/emoji/large.csv"
@@ -179,18 +179,24 @@ def whole_model(*names: str, model: str = "deit_mhla_small", mode: str = "train"
     return [cell(MODELS, name, **given) for name in names]
 
 
-def eager(compile: str, name: str = "ratio_to_baseline", model: str = "deit_mhla_small", mode: str = "train") -> float:
+def eager(
+    compile: str,
+    name: str = "ratio_to_baseline",
+    model: str = "deit_mhla_small",
+    mode: str = "train",
+    table: str = MODELS,
+) -> float:
     """Return a ratio of a DeiT-S at batch 32, MHLA's training by default; `compile` is `none` or `replayed`."""
-    return cell(MODELS, name, size="224", batch="32", mode=mode, compile=compile, model=model)
+    return cell(table, name, size="224", batch="32", mode=mode, compile=compile, model=model)
 
 
 def compiled_512(model: str, mode: str, name: str = "ratio_to_baseline") -> float:
     return cell(MODELS, name, size="512", batch="32", mode=mode, compile="default", model=model)
 
 
-def spreads(mode: str = "", *ways: str) -> list[float]:
+def spreads(mode: str = "", *ways: str, table: str = MODELS) -> list[float]:
     """Return the range of the windows over their median in per cent, of each whole model timed in these ways."""
-    rows = [row for row in read_csv(ROOT / MODELS) if row["compile"] in ways and row["mode"].startswith(mode)]
+    rows = [row for row in read_csv(ROOT / table) if row["compile"] in ways and row["mode"].startswith(mode)]
     return [
         100 * (float(row["highest_imgs_per_s"]) - float(row["lowest_imgs_per_s"])) / float(row["imgs_per_s"])
         for row in rows
@@ -427,9 +433,27 @@ CLAIMS = (
     ),
     Claim(
         "docs/faq.md",
-        r"trains at \[#x of softmax\]\(\.\./benchmarks/README\.md.whole-models\) with it and #x without",
-        lambda: [eager("replayed"), eager("none")],
+        r"\[#x of softmax\]\(\.\./benchmarks/README\.md.whole-models\) on a busy H200, #x on an H100; #x without",
+        lambda: [eager("replayed"), eager("replayed", table=MODELS_H100), eager("none")],
         MODELS,
+    ),
+    Claim(
+        "benchmarks/README.md",
+        r"replayed training runs at #x of the equal softmax and #x of timm's, inference at #x and #x; windows spread by "
+        r"# to # % of the median, of inference by # to # %",
+        lambda: [
+            *(
+                eager("replayed", name, mode=mode, table=MODELS_H100)
+                for mode in ("train", "inference")
+                for name in ("ratio_to_baseline", "ratio_to_timm")
+            ),
+            *(
+                end(spreads(mode, "replayed", table=MODELS_H100))
+                for mode in ("train", "inference")
+                for end in (min, max)
+            ),
+        ],
+        MODELS_H100,
     ),
     Claim(
         "benchmarks/README.md",
