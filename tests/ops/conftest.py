@@ -46,10 +46,33 @@ def keep_types(core: Any, interpreter: Any) -> None:
         key = (str(element_ty), *(getattr(size, "value", size) for size in shape))
         if key not in block_fields:
             fill(self, element_ty, shape)
+            self.of_tensors = {}
             block_fields[key] = vars(self).copy()
         vars(self).update(block_fields[key], element_ty=element_ty)
 
     core.block_type.__init__ = fill_block
+    fill_any = core.tensor.__init__
+
+    def fill_tensor(self: Any, handle: Any, type: Any) -> None:  # Triton passes it by this name
+        kept = vars(type).setdefault("of_tensors", {})
+        if kept:
+            vars(self).update(kept, handle=handle, type=type, dtype=type.scalar)
+        else:
+            fill_any(self, handle, type)
+            kept.update(shape=self.shape, numel=self.numel)
+
+    core.tensor.__init__ = fill_tensor
+    tuple_type, tuple_types = core._type_for_tuple_values, {}  # type: ignore[var-annotated]
+
+    def type_of_tuple(values: Any, fields: Any = None) -> Any:
+        if fields is not None or set(map(type, values)) != {int}:
+            return tuple_type(values, fields)
+        key = tuple(values)
+        if key not in tuple_types:
+            tuple_types[key] = tuple_type(values)
+        return tuple_types[key]
+
+    core._type_for_tuple_values = type_of_tuple
     numpy_type, numpy_types = interpreter._get_np_dtype, {}  # type: ignore[var-annotated]
 
     def numpy_type_of(kind: Any) -> Any:
