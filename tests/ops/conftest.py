@@ -40,7 +40,7 @@ def quick_interpreter() -> None:
 
 def keep_types(core: Any, interpreter: Any) -> None:
     """Compute once what follows from the shape and the elements of a block: Triton does so for each of its values."""
-    fill, block_fields = core.block_type.__init__, {}  # type: ignore[var-annotated]
+    fill, block_fields = core.block_type.__init__, {}
 
     def fill_block(self: Any, element_ty: Any, shape: Any) -> None:
         key = (str(element_ty), *(getattr(size, "value", size) for size in shape))
@@ -62,7 +62,7 @@ def keep_types(core: Any, interpreter: Any) -> None:
             kept.update(shape=self.shape, numel=self.numel)
 
     core.tensor.__init__ = fill_tensor
-    tuple_type, tuple_types = core._type_for_tuple_values, {}  # type: ignore[var-annotated]
+    tuple_type, tuple_types = core._type_for_tuple_values, {}
 
     def type_of_tuple(values: Any, fields: Any = None) -> Any:
         if fields is not None or set(map(type, values)) != {int}:
@@ -73,7 +73,7 @@ def keep_types(core: Any, interpreter: Any) -> None:
         return tuple_types[key]
 
     core._type_for_tuple_values = type_of_tuple
-    numpy_type, numpy_types = interpreter._get_np_dtype, {}  # type: ignore[var-annotated]
+    numpy_type, numpy_types = interpreter._get_np_dtype, {}
 
     def numpy_type_of(kind: Any) -> Any:
         name = str(kind)
