@@ -40,17 +40,40 @@ def quick_interpreter() -> None:
 
 def keep_types(core: Any, interpreter: Any) -> None:
     """Compute once what follows from the shape and the elements of a block: Triton does so for each of its values."""
-    fill, block_fields = core.block_type.__init__, {}  # type: ignore[var-annotated]
+    fill, block_fields = core.block_type.__init__, {}
 
     def fill_block(self: Any, element_ty: Any, shape: Any) -> None:
         key = (str(element_ty), *(getattr(size, "value", size) for size in shape))
         if key not in block_fields:
             fill(self, element_ty, shape)
+            self.of_tensors = {}
             block_fields[key] = vars(self).copy()
         vars(self).update(block_fields[key], element_ty=element_ty)
 
     core.block_type.__init__ = fill_block
-    numpy_type, numpy_types = interpreter._get_np_dtype, {}  # type: ignore[var-annotated]
+    fill_any = core.tensor.__init__
+
+    def fill_tensor(self: Any, handle: Any, type: Any) -> None:  # Triton passes it by this name
+        kept = vars(type).setdefault("of_tensors", {})
+        if kept:
+            vars(self).update(kept, handle=handle, type=type, dtype=type.scalar)
+        else:
+            fill_any(self, handle, type)
+            kept.update(shape=self.shape, numel=self.numel)
+
+    core.tensor.__init__ = fill_tensor
+    tuple_type, tuple_types = core._type_for_tuple_values, {}
+
+    def type_of_tuple(values: Any, fields: Any = None) -> Any:
+        if fields is not None or set(map(type, values)) != {int}:
+            return tuple_type(values, fields)
+        key = tuple(values)
+        if key not in tuple_types:
+            tuple_types[key] = tuple_type(values)
+        return tuple_types[key]
+
+    core._type_for_tuple_values = type_of_tuple
+    numpy_type, numpy_types = interpreter._get_np_dtype, {}
 
     def numpy_type_of(kind: Any) -> Any:
         name = str(kind)

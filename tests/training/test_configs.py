@@ -20,6 +20,7 @@ RECIPES = [CONFIGS / f"{name}.yaml" for name in ("digits", "canvas", "fashion_mn
 *_, EMOJI, IMAGENET = RECIPES
 LOCAL = CONFIGS / "models" / "deit_small_softmax_iha_local.yaml"
 PLAIN = ("--model.model_args.cpe", "false")
+SHALLOW = ("--model.model_args.depth", 2)
 ATTENTIONS = list(product(CORES, (None, *HEAD_MIXES)))
 LARGE, SUBGROUPS, LITE0 = (CONFIGS / f"{name}.yaml" for name in ("384px", "subgroups", "lite0"))
 OVERLAYS = sorted((CONFIGS / "overlays").glob("*.yaml"))
@@ -69,12 +70,16 @@ def test_recipe_of_the_paper_trains_the_papers_model():
 def test_recipe_trains_one_batch(
     paths: list[Path], options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two of 12 blocks where neither the recipe states a depth nor its overlay names blocks by number."""
+    if paths == [IMAGENET]:
+        options += SHALLOW
     if paths[0].stem == "digits":
         options = ("--data.augmentation.auto_augment", "null")
     seen = []
     monkeypatch.setattr(ClassificationCLI, "after_fit", lambda cli: seen.append(cli))
     assert run("fit", *files(*paths), "--run_dir", tmp_path / "run", *ONE_BATCH, *options) == 0
     assert seen[0].trainer.global_step == 1
+    assert len(seen[0].model.net.blocks) == 2 or SHALLOW[0] not in options
     assert not (tmp_path / "run").exists()
 
 
