@@ -439,8 +439,8 @@ CLAIMS = (
     ),
     Claim(
         "benchmarks/README.md",
-        r"replayed training runs at #x of the equal softmax and #x of timm's, inference at #x and #x; windows spread by "
-        r"# to # % of the median, of inference by # to # %",
+        r"replayed training runs at #x of the equal softmax and #x of timm's, inference at #x and #x; windows spread "
+        r"by # to # % of the median, of inference by # to # %",
         lambda: [
             *(
                 eager("replayed", name, mode=mode, table=MODELS_H100)
