@@ -16,7 +16,7 @@ QUICK = ("sample images", "export", "evaluate", "analyze rank", "cache-latents",
 
 
 def test_commands_refuse_what_is_wrong_in_one_line() -> None:
-    command = [sys.executable, PROGRAM, "--cases", "60", "--seed", "5", "--jobs", "1", "--command", *QUICK]
+    command = [sys.executable, PROGRAM, "--cases", "60", "--seed", "5", "--jobs", "2", "--command", *QUICK]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].split()[:2] == ["all", "60"]
