@@ -207,9 +207,12 @@ class DataModule(lightning.LightningDataModule):
             self._say_shared_samples()
 
     def _say_shared_samples(self) -> None:
-        """Say how many validation samples are trained on, by their names; those of a stream have none."""
+        """Print a note if validation samples are training samples, too.
+
+        Their names tell. Samples of a stream have none, and `holdout_every` keeps those of validation out of training.
+        """
         train, val = self._splits["train"], self._splits.get("val")
-        if val is None or isinstance(train, Stream) or isinstance(val, Stream):
+        if val is None or self.holdout_every is not None or isinstance(train, Stream) or isinstance(val, Stream):
             return
         held = {val.name(index) for index in range(len(val))}
         if shared := len(held.intersection(train.name(index) for index in range(len(train)))):

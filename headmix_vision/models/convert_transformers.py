@@ -4,72 +4,111 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headmix_vision.errors import InputError
 
-_BLOCK = re.compile(r"encoder\.layer\.(\d+)\.(.+)\.(weight|bias|lambda1)")
-_RENAMED = {
-    "embeddings.cls_token": "cls_token",
-    "embeddings.distillation_token": "dist_token",
-    "embeddings.register_tokens": "reg_token",
-    "embeddings.position_embeddings": "pos_embed",
-    "embeddings.patch_embeddings.projection.weight": "patch_embed.proj.weight",
-    "embeddings.patch_embeddings.projection.bias": "patch_embed.proj.bias",
-    "layernorm.weight": "norm.weight",
-    "layernorm.bias": "norm.bias",
-    "classifier.weight": "head.weight",
-    "classifier.bias": "head.bias",
-    "cls_classifier.weight": "head.weight",
-    "cls_classifier.bias": "head.bias",
-    "distillation_classifier.weight": "head_dist.weight",
-    "distillation_classifier.bias": "head_dist.bias",
-}
-_IN_BLOCK = {
-    "attention.output.dense": "attn.proj",
-    "layernorm_before": "norm1",
-    "layernorm_after": "norm2",
-    "intermediate.dense": "mlp.fc1",
-    "output.dense": "mlp.fc2",
-    "layer_scale1": "ls1",
-    "layer_scale2": "ls2",
-    **{name: name for name in ("norm1", "norm2", "mlp.fc1", "mlp.fc2")},
-}
-_QKV = ("query", "key", "value")
-_PREFIXES = ("vit.", "deit.", "dinov2.", "dinov2_with_registers.", "backbone.")
-_IGNORED = ("embeddings.mask_token", "pooler.dense.weight", "pooler.dense.bias")
+_LEAVES = ("weight", "bias")
 
-_DINOV3_BLOCK = re.compile(r"layer\.(\d+)\.(.+)\.(weight|bias|lambda1)")
-_DINOV3_RENAMED = {
-    "embeddings.cls_token": "cls_token",
-    "embeddings.register_tokens": "reg_token",
-    "embeddings.patch_embeddings.weight": "patch_embed.proj.weight",
-    "embeddings.patch_embeddings.bias": "patch_embed.proj.bias",
-    "norm.weight": "norm.weight",
-    "norm.bias": "norm.bias",
-}
-_DINOV3_IN_BLOCK = {
-    "attention.o_proj.weight": "attn.proj.weight",
-    "attention.o_proj.bias": "attn.proj.bias",
-    "attention.q_proj.bias": "attn.q_bias",
-    "attention.v_proj.bias": "attn.v_bias",
-    "layer_scale1.lambda1": "gamma_1",
-    "layer_scale2.lambda1": "gamma_2",
-    "mlp.up_proj.weight": "mlp.fc1.weight",
-    "mlp.up_proj.bias": "mlp.fc1.bias",
-    "mlp.down_proj.weight": "mlp.fc2.weight",
-    "mlp.down_proj.bias": "mlp.fc2.bias",
-    **{f"{norm}.{leaf}": f"{norm}.{leaf}" for norm in ("norm1", "norm2") for leaf in ("weight", "bias")},
-}
-_DINOV3_QKV = tuple(f"attention.{part}_proj.weight" for part in "qkv")
+
+def _with_leaves(places: dict[str, str]) -> dict[str, str]:
+    return {f"{theirs}.{leaf}": f"{ours}.{leaf}" for theirs, ours in places.items() for leaf in _LEAVES}
+
+
+class _Names(NamedTuple):
+    """What weights of transformers are called in timm.
+
+    Attributes:
+        kind: name of the models in messages.
+        outside: names of weights outside blocks.
+        block: matches names of weights in blocks, with the number of the block and the rest.
+        inside: names of such rests.
+        joined: the rests that become one weight, in order.
+        left_out: weights that timm's models do not have.
+    """
+
+    kind: str
+    outside: dict[str, str]
+    block: re.Pattern[str]
+    inside: dict[str, str]
+    joined: dict[str, tuple[str, ...]]
+    left_out: tuple[str, ...]
+
+
+_PREFIXES = ("vit.", "deit.", "dinov2.", "dinov2_with_registers.", "backbone.")
+_VIT = _Names(
+    kind="ViT, DeiT or DINOv2",
+    outside={
+        "embeddings.cls_token": "cls_token",
+        "embeddings.distillation_token": "dist_token",
+        "embeddings.register_tokens": "reg_token",
+        "embeddings.position_embeddings": "pos_embed",
+        **_with_leaves(
+            {
+                "embeddings.patch_embeddings.projection": "patch_embed.proj",
+                "layernorm": "norm",
+                "classifier": "head",
+                "cls_classifier": "head",
+                "distillation_classifier": "head_dist",
+            }
+        ),
+    },
+    block=re.compile(r"encoder\.layer\.(\d+)\.(.+)"),
+    inside={
+        "layer_scale1.lambda1": "ls1.gamma",
+        "layer_scale2.lambda1": "ls2.gamma",
+        **_with_leaves(
+            {
+                "attention.output.dense": "attn.proj",
+                "layernorm_before": "norm1",
+                "layernorm_after": "norm2",
+                "intermediate.dense": "mlp.fc1",
+                "output.dense": "mlp.fc2",
+                **{name: name for name in ("norm1", "norm2", "mlp.fc1", "mlp.fc2")},
+            }
+        ),
+    },
+    joined={
+        f"attn.qkv.{leaf}": tuple(f"attention.attention.{part}.{leaf}" for part in ("query", "key", "value"))
+        for leaf in _LEAVES
+    },
+    left_out=("embeddings.mask_token", "pooler.dense.weight", "pooler.dense.bias"),
+)
+_DINOV3 = _Names(
+    kind="DINOv3 ViT",
+    outside={
+        "embeddings.cls_token": "cls_token",
+        "embeddings.register_tokens": "reg_token",
+        **_with_leaves({"embeddings.patch_embeddings": "patch_embed.proj", "norm": "norm"}),
+    },
+    block=re.compile(r"layer\.(\d+)\.(.+)"),
+    inside={
+        "attention.q_proj.bias": "attn.q_bias",
+        "attention.v_proj.bias": "attn.v_bias",
+        "layer_scale1.lambda1": "gamma_1",
+        "layer_scale2.lambda1": "gamma_2",
+        **_with_leaves(
+            {
+                "attention.o_proj": "attn.proj",
+                "mlp.up_proj": "mlp.fc1",
+                "mlp.down_proj": "mlp.fc2",
+                "norm1": "norm1",
+                "norm2": "norm2",
+            }
+        ),
+    },
+    joined={"attn.qkv.weight": tuple(f"attention.{part}_proj.weight" for part in "qkv")},
+    left_out=("embeddings.mask_token",),
+)
 
 
 def dinov3_to_timm(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the weights of transformers' DINOv3 ViT for timm's, and join those of queries, keys and values.
+    """Rename the weights of transformers' DINOv3 ViT for timm.
 
-    The mask token is left out.
+    Weights of queries, keys and values become one. The mask token is left out.
 
     Args:
         state_dict: Weights as ``save_pretrained`` writes them.
@@ -77,20 +116,7 @@ def dinov3_to_timm(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         InputError: A weight without a place in timm's models, or a layer without one of queries, keys and values.
     """
-    renamed: dict[str, Tensor] = {}
-    parts: dict[str, dict[str, Tensor]] = {}
-    for name, value in state_dict.items():
-        in_block = _DINOV3_BLOCK.fullmatch(name)
-        leaf = f"{in_block[2]}.{in_block[3]}" if in_block else ""
-        if name in _DINOV3_RENAMED:
-            renamed[_DINOV3_RENAMED[name]] = value
-        elif in_block and leaf in _DINOV3_QKV:
-            parts.setdefault(f"blocks.{in_block[1]}.attn.qkv.weight", {})[leaf] = value
-        elif in_block and leaf in _DINOV3_IN_BLOCK:
-            renamed[f"blocks.{in_block[1]}.{_DINOV3_IN_BLOCK[leaf]}"] = value
-        elif name != "embeddings.mask_token":
-            raise InputError(f"{name} has no place in timm's DINOv3: not a DINOv3 ViT of transformers.")
-    return renamed | _joined(parts, _DINOV3_QKV)
+    return _renamed(state_dict, _DINOV3)
 
 
 def transformers_to_timm(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -107,34 +133,32 @@ def transformers_to_timm(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         InputError: A weight without a place in timm's models, a layer without one of queries, keys and values, or
             positions that do not fit the tokens.
     """
+    prefix = re.compile("|".join(map(re.escape, _PREFIXES)))
+    named = {name[found.end() :] if (found := prefix.match(name)) else name: x for name, x in state_dict.items()}
+    return _with_register_tokens(_renamed(named, _VIT))
+
+
+def _renamed(weights: Mapping[str, Tensor], names: _Names) -> dict[str, Tensor]:
+    """Rename all weights, and join the parts of a weight."""
+    place_of_part = {part: place for place, parts in names.joined.items() for part in parts}
     renamed: dict[str, Tensor] = {}
-    parts: dict[str, dict[str, Tensor]] = {}
-    for full, value in state_dict.items():
-        name = next((full.removeprefix(prefix) for prefix in _PREFIXES if full.startswith(prefix)), full)
-        if name in _IGNORED:
-            continue
-        in_block = _BLOCK.fullmatch(name)
-        if name in _RENAMED:
-            renamed[_RENAMED[name]] = value
-        elif in_block and in_block[2].removeprefix("attention.attention.") in _QKV:
-            place = parts.setdefault(f"blocks.{in_block[1]}.attn.qkv.{in_block[3]}", {})
-            place[in_block[2].rpartition(".")[2]] = value
-        elif in_block and in_block[2] in _IN_BLOCK:
-            leaf = "gamma" if in_block[3] == "lambda1" else in_block[3]
-            renamed[f"blocks.{in_block[1]}.{_IN_BLOCK[in_block[2]]}.{leaf}"] = value
-        else:
-            raise InputError(
-                f"{full} has no place in timm's vision transformers: not a ViT, DeiT or DINOv2 of transformers."
-            )
-    return _with_register_tokens(renamed | _joined(parts, _QKV))
-
-
-def _joined(parts: dict[str, dict[str, Tensor]], names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Join queries, keys and values of each layer."""
-    for name, three in parts.items():
-        if missing := [part for part in names if part not in three]:
+    found: dict[tuple[str, str], dict[str, Tensor]] = {}  # parts by their block and place
+    for name, value in weights.items():
+        block, rest = match.groups() if (match := names.block.fullmatch(name)) else ("", "")
+        if name in names.outside:
+            renamed[names.outside[name]] = value
+        elif rest in place_of_part:
+            found.setdefault((block, place_of_part[rest]), {})[rest] = value
+        elif rest in names.inside:
+            renamed[f"blocks.{block}.{names.inside[rest]}"] = value
+        elif name not in names.left_out:
+            raise InputError(f"{name} has no place in timm's vision transformers: not a {names.kind} of transformers.")
+    for (block, place), parts in found.items():
+        name = f"blocks.{block}.{place}"
+        if missing := [part for part in names.joined[place] if part not in parts]:
             raise InputError(f"{name} cannot be made: the weights lack {missing[0]}.")
-    return {name: torch.cat([three[part] for part in names]) for name, three in parts.items()}
+        renamed[name] = torch.cat([parts[part] for part in names.joined[place]])
+    return renamed
 
 
 def _with_register_tokens(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -67,7 +67,7 @@ class Tape(TorchDispatchMode):
         if op is torch.ops.aten.detach.default:  # by torch.empty_like
             return args[0]
         if op.namespace != "aten":  # such as a collective, which must not run twice
-            raise NotImplementedError(f"{op} may do more than compute")
+            raise NotImplementedError(f"{op} may have an effect, which must not happen twice")
         if _UNREPEATABLE & set(op.tags) or op._schema.name in _ABSOLUTE:
             raise NotImplementedError(f"{op} does not repeat itself")
         _recording.tape = None  # another op may launch kernels of ours
@@ -77,7 +77,7 @@ class Tape(TorchDispatchMode):
             _recording.tape = self
         outs = list(out) if isinstance(out, (tuple, list)) else [out]
         if self._is_here(args) and any(isinstance(x, Tensor) and x.device != self.device for x in outs):
-            raise NotImplementedError(f"{op} leaves the device, perhaps for Python to read values")
+            raise NotImplementedError(f"{op} copies to another device, where Python may read values")
         if op._schema.name in _EMPTY:
             self.steps.allocate(out)
         else:

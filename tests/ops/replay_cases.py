@@ -505,7 +505,7 @@ def test_effects_happen_once(op):
     library.define("reduce(Tensor x) -> Tensor")
     library.impl("reduce", lambda x: runs.append(1) or x.clone(), "CPU")
     op = Forward(lambda op, x: op.product(torch.ops.test_of_replay.reduce(x), x))
-    with pytest.warns(UserWarning, match="not replayed: .*may do more than compute"):
+    with pytest.warns(UserWarning, match="not replayed: .*may have an effect"):
         for i in range(3):
             op.apply(draw(3, 3))
             assert len(runs) == i + 1
@@ -592,7 +592,7 @@ def hide(x):
             "its context holds a tensor",
         ),
         (lambda op, x: x.view(9), lambda *_: None, "an output may be a view"),
-        (lambda op, x: op.product(x, x) if x.to("meta").is_meta else x, lambda *_: None, "leaves the device"),
+        (lambda op, x: op.product(x, x) if x.to("meta").is_meta else x, lambda *_: None, "copies to another device"),
     ],
     ids=[
         "hidden view",
