@@ -1,5 +1,9 @@
-"""How models leave Python: torch.jit.trace, ONNX, AOTInductor; torch.export stands with the suites of the models."""
+"""How models leave Python: torch.jit.trace, ONNX, AOTInductor; torch.export of all image sizes.
 
+That of one size stands with the suites of the models.
+"""
+
+import pickle
 import subprocess
 import sys
 
@@ -7,6 +11,8 @@ import pytest
 import timm
 import torch
 
+from headmix_vision import swap_attention
+from headmix_vision.errors import InputError
 from headmix_vision.ops import token_blocks, token_scan, token_window
 from headmix_vision.ops.head_in_head.torch_impl import invert_unit_lower
 
@@ -100,3 +106,64 @@ def test_a_package_of_aotinductor_runs_without_this_package(name, tmp_path, monk
         "torch.testing.assert_close(found, expected); assert 'headmix_vision' not in sys.modules"
     )
     subprocess.run([sys.executable, "-I", "-c", script, package, tmp_path / "pair.pt"], check=True)
+
+
+IMAGE_SIZES = [(64, 64), (96, 128), (208, 80), (320, 240)]  # blocks of one token, whole blocks, and uneven blocks
+
+
+def export_of_all_sizes(model, **largest):
+    """Export a model of patches of 16 pixels for any batch, height and width."""
+    height, width = (16 * torch.export.Dim(name, min=4, **largest) for name in ("height", "width"))
+    sizes = {0: torch.export.Dim("batch"), 2: height, 3: width}
+    return torch.export.export(model, (torch.rand(2, 3, 128, 112),), dynamic_shapes=(sizes,)).module()
+
+
+def agree(exported, model, sizes=IMAGE_SIZES):
+    for size in sizes:
+        batch = torch.rand(3, 3, *size)
+        ours, expected = exported(batch), model(batch)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * float(expected.detach().abs().max()))
+
+
+def with_drawn_weights(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("core", "options"),
+    [
+        ("mhla", {}),
+        ("mhla", {"core_args": {"causal": True}}),
+        ("mhla", {"core_args": {"normalizer": "source_block"}, "block_grid": (3, 2)}),
+        ("mhla", {"head_mix": "iha", "head_mix_args": {"pseudo_heads": 4}}),
+        ("hih", {}),
+        ("hih", {"core_args": {"scans": "cross", "mask": "token", "conv_size": 0}}),
+    ],
+)
+def test_an_exported_program_of_all_image_sizes_gives_the_models_numbers(core, options):
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=5, dynamic_img_size=True, depth=1)
+    swap_attention(model, core, **options)
+    exported = export_of_all_sizes(with_drawn_weights(model), max=20)
+    pickle.loads(pickle.dumps(model))  # not with the symbols of the export
+    agree(exported, model)
+
+
+@pytest.mark.parametrize("name", ["deit_mhla_tiny", "deit_hih_tiny"])
+def test_an_exported_program_of_our_models_takes_all_image_sizes(name):
+    model = timm.create_model(name, img_size=64, num_classes=5, dynamic_img_size=True, depth=1)
+    exported = export_of_all_sizes(with_drawn_weights(model), max=20)
+    agree(exported, model)
+
+
+def test_an_exported_program_needs_no_largest_image_with_mhla_and_one_with_head_in_head():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=5, dynamic_img_size=True, depth=1)
+    swap_attention(model, "mhla")
+    agree(export_of_all_sizes(model.eval()), model, [(400, 416)])
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=5, dynamic_img_size=True, depth=1)
+    swap_attention(model, "hih")
+    with pytest.raises(InputError, match=r"give max to the torch\.export\.Dim of height"):
+        export_of_all_sizes(model.eval())

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import pickle
 import shlex
 from functools import partial
 from pathlib import Path
@@ -666,62 +665,3 @@ def test_models_of_transformers_compile_and_export():
         compiled(images(), attention_mask=mask).last_hidden_state,
         model(images(), attention_mask=mask).last_hidden_state,
     )
-
-
-IMAGE_SIZES = [(64, 64), (96, 128), (208, 80), (320, 240)]  # blocks of one token, whole blocks, and uneven blocks
-
-
-def export_of_all_sizes(model, least=4, **largest):
-    """Export a model of patches of 16 pixels for any batch, height and width."""
-    height, width = (16 * torch.export.Dim(name, min=least, **largest) for name in ("height", "width"))
-    sizes = {0: torch.export.Dim("batch"), 2: height, 3: width}
-    return torch.export.export(model, (torch.rand(2, 3, 128, 112),), dynamic_shapes=(sizes,)).module()
-
-
-def with_drawn_weights(model):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.05 * torch.randn_like(parameter))
-    return model.eval()
-
-
-@pytest.mark.parametrize(
-    ("core", "options"),
-    [
-        ("mhla", {}),
-        ("mhla", {"core_args": {"causal": True}}),
-        ("mhla", {"core_args": {"normalizer": "source_block"}, "block_grid": (3, 2)}),
-        ("mhla", {"head_mix": "iha", "head_mix_args": {"pseudo_heads": 4}}),
-        ("hih", {}),
-        ("hih", {"core_args": {"scans": "cross", "mask": "token", "conv_size": 0}}),
-    ],
-)
-def test_an_exported_program_of_all_image_sizes_gives_the_models_numbers(core, options):
-    model = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=5, dynamic_img_size=True, depth=1)
-    swap_attention(model, core, **options)
-    exported = export_of_all_sizes(with_drawn_weights(model), max=20)
-    pickle.loads(pickle.dumps(model))  # not with the symbols of the export
-    for size in IMAGE_SIZES:
-        batch = torch.rand(3, 3, *size)
-        close(exported(batch), model(batch))
-
-
-@pytest.mark.parametrize("name", ["deit_mhla_tiny", "deit_hih_tiny"])
-def test_an_exported_program_of_our_models_takes_all_image_sizes(name):
-    model = timm.create_model(name, img_size=64, num_classes=5, dynamic_img_size=True, depth=1)
-    exported = export_of_all_sizes(with_drawn_weights(model), max=20)
-    for size in IMAGE_SIZES:
-        batch = torch.rand(3, 3, *size)
-        close(exported(batch), model(batch))
-
-
-def test_an_exported_program_needs_no_largest_image_with_mhla_and_one_with_head_in_head():
-    model = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=5, dynamic_img_size=True, depth=1)
-    batch = torch.rand(1, 3, 400, 416)
-    swap_attention(model, "mhla")
-    close(export_of_all_sizes(model.eval())(batch), model(batch))
-    model = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=5, dynamic_img_size=True, depth=1)
-    swap_attention(model, "hih")
-    with pytest.raises(InputError, match=r"give max to the torch\.export\.Dim of height"):
-        export_of_all_sizes(model.eval())
