@@ -10,7 +10,7 @@ Options of a model follow its name and a colon, separated by commas; a dot stand
 Baselines are the model that differs in its core alone, softmax, with and without its convolution of tokens (CPE), and
 timm's DeiT of the same size; or the --baseline. Models of a setting take turns on the same random data, window by
 window, under bf16 autocast and one mode of torch.compile: `none` (eager), `default`, `reduce-overhead` (CUDA graphs).
-With HEADMIX_VISION_REPLAY=1 rows have `replayed` for `none`, `replayed default` and so on; CUDA graphs hold no calls.
+Calls of our ops are replayed on a GPU, and rows say so (`replayed default`), but for HEADMIX_VISION_REPLAY=0 and graphs.
 A figure is the median of the windows. A training step is forward, loss, backward and a fused AdamW step.
 
 Peak memory is a model's need beyond the data; of CUDA graphs PyTorch does not count it. Compile time is the first call
@@ -50,7 +50,7 @@ from headmix_lab.measuring import release_memory, synchronize
 from headmix_lab.model_families import family_of
 from headmix_lab.tables import print_table, read_csv
 from headmix_vision.layers.head_mixes import HEAD_MIXES
-from headmix_vision.ops.dispatch import REPLAY
+from headmix_vision.ops.dispatch import are_calls_replayed
 from headmix_vision.training.base_module import compile_blocks
 
 BF16 = "inference_bf16"  # inference without autocast, all weights in bfloat16
@@ -226,7 +226,7 @@ def _row(name: str, baseline: str | None, ready: Mapping[str, Contestant], setti
         mine, theirs = values.get(name), values.get(other or "")
         return mine / theirs if mine and theirs else None
 
-    replayed = "replayed " if os.environ.get(REPLAY) == "1" and setting.compile != "reduce-overhead" else ""
+    replayed = "replayed " if are_calls_replayed() and setting.compile != "reduce-overhead" else ""
     return {
         "size": "x".join(map(str, setting.size)) if isinstance(setting.size, tuple) else setting.size,
         "batch": setting.batch,

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from headmix_lab.tables import installed_version, write_table
-from headmix_vision.ops.dispatch import REPLAY
+from headmix_vision.ops.dispatch import REPLAY, are_calls_replayed
 from headmix_vision.processes import end_without_others
 
 REPOSITORY = Path(__file__).parents[1]
@@ -210,7 +210,9 @@ def open_device(name: str) -> torch.device:
         raise SystemExit(
             "error: --device cuda: torch sees no CUDA device; --device cpu --tiny tries the script itself."
         )
-    if name == "cuda" and os.environ.get(REPLAY) == "1":
+    if name == "cpu":
+        os.environ[REPLAY] = "0"  # as on no CPU
+    elif are_calls_replayed():
         from headmix_vision.ops.replay import extension
 
         extension()  # calls do not wait until it is built

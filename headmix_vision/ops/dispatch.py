@@ -312,13 +312,13 @@ REPLAY = "HEADMIX_VISION_REPLAY"
 RUNS: dict[Any, Call] = {}  # the function of each op
 
 
-def _are_calls_replayed() -> bool:
-    """Return whether ``HEADMIX_VISION_REPLAY`` asks to replay calls; False under Triton's interpreter.
+def are_calls_replayed() -> bool:
+    """Return whether calls on a GPU may be replayed: not for ``HEADMIX_VISION_REPLAY=0`` and in Triton's interpreter.
 
     Raises:
         InputError: if the variable is neither 0 nor 1.
     """
-    if (wanted := os.environ.get(REPLAY) or "0") not in ("0", "1"):
+    if (wanted := os.environ.get(REPLAY) or "1") not in ("0", "1"):
         raise InputError(f"{REPLAY} must be 0 or 1, got {wanted!r}.")
     return wanted == "1" and not INTERPRETED
 
@@ -335,7 +335,7 @@ def register(name: str, run: Call, fake: Call, record: Call | None = None, kerne
 
     Compilers replace it, after they have derived its gradients. If ``record`` can, it puts its launches into the graph.
     Else the graph calls the op ``<name>_kernels``, which runs the same function but has no gradients: a call of it
-    costs less. ``HEADMIX_VISION_REPLAY=1`` replays such calls; see ``replay.py``.
+    costs less, and C++ replays it; see ``replay.py``.
 
     Args:
         name: of the op.
@@ -350,7 +350,7 @@ def register(name: str, run: Call, fake: Call, record: Call | None = None, kerne
     schema = torch.library.infer_schema(run, mutates_args=())
     _LIBRARY.define(f"{name}_kernels{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     in_graphs = run
-    if _are_calls_replayed():
+    if are_calls_replayed():
         from headmix_vision.ops.replay import replayed_in_graphs
 
         in_graphs = replayed_in_graphs(run)
@@ -455,7 +455,7 @@ def apply_of(function: type[torch.autograd.Function]) -> Call:
 def as_function(run: Call, setup_context: Call, backward: Call, jvp: Call | None = None) -> Call:
     """Return a function of tensors with gradients, for eager calls, in which no transformation of torch.func is active.
 
-    ``HEADMIX_VISION_REPLAY=1`` replays its calls; see ``replay.py``.
+    C++ replays its calls; see ``replay.py``.
 
     Args:
         run, setup_context, backward: as they are registered for an op.
@@ -484,7 +484,7 @@ def as_function(run: Call, setup_context: Call, backward: Call, jvp: Call | None
     def call(*args: Any) -> Any:
         return apply(*[out_of_dead_transformation(x) if isinstance(x, Tensor) else x for x in args])
 
-    if not _are_calls_replayed():
+    if not are_calls_replayed():
         return call
     from headmix_vision.ops.replay import replayed
 

@@ -1,9 +1,9 @@
 """Record calls of the ops, and replay their forward and backward passes in C++.
 
-Set the environment variable ``HEADMIX_VISION_REPLAY=1`` for it before the package is imported. It needs a C++ compiler:
-the first call begins to compile ``replay.cpp``, which is cached where Triton caches kernels, and calls are ordinary
-ones until that is done, for about half a minute. Then the first call of a kind records its allocations, kernel launches
-and ops of PyTorch. They are replayed for this and all later calls of the kind.
+It needs a C++ compiler: the first call on a GPU begins to compile ``replay.cpp``, which is cached where Triton caches
+kernels, and calls are ordinary ones until that is done, for about half a minute. Then the first call of a kind records
+its allocations, kernel launches and ops of PyTorch. They are replayed for this and all later calls of the kind. The
+environment variable ``HEADMIX_VISION_REPLAY=0``, set before the package is imported, keeps all calls ordinary ones.
 
 Calls have the same kind if all that they may depend on agrees: the state of the thread (autocast, inference mode),
 whether autograd records, settings, and for each tensor its dispatch keys, type, device, shape, strides, address modulo

@@ -51,7 +51,7 @@ def test_a_second_call_keeps_finished_rows_and_runs_the_others(tmp_path: Path, m
 def test_rows_of_replayed_calls_stand_beside_ordinary_ones(tmp_path: Path, monkeypatch):
     chosen = ("--kinds", "dit_s", "--modes", "inference")
     rows = run(tmp_path, *chosen)
-    monkeypatch.setenv("HEADMIX_VISION_REPLAY", "1")
+    monkeypatch.setattr(bench, "are_calls_replayed", lambda: True)
     both = run(tmp_path, *chosen)
     assert both[: len(rows)] == rows and {row["compile"] for row in both[len(rows) :]} == {"replayed"}
     setting = model_table.Setting(("dit_mhla_s_2",), 32, 2, "inference", "default")

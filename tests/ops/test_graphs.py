@@ -139,6 +139,16 @@ def test_an_unknown_way_is_refused(monkeypatch):
         dispatch.as_function(print, print, print)
 
 
+@pytest.mark.parametrize(("value", "expected"), [(None, True), ("", True), ("1", True), ("0", False)])
+def test_calls_are_replayed_unless_users_say_no(monkeypatch, value, expected):
+    assert not (dispatch.INTERPRETED and dispatch.are_calls_replayed())
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    monkeypatch.delenv(dispatch.REPLAY, raising=False)
+    if value is not None:
+        monkeypatch.setenv(dispatch.REPLAY, value)
+    assert dispatch.are_calls_replayed() == expected
+
+
 TRACE = """
 from benchmarks.bench_host import leave_out_the_gpu
 leave_out_the_gpu()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headmix_vision.ops import TokenBlocks, TokenGrid, grid_conv, head_in_head, mhla, mix_heads
-from headmix_vision.ops.dispatch import as_function, without_dispatcher
+from headmix_vision.ops.dispatch import REPLAY, as_function, without_dispatcher
 from headmix_vision.ops.grid_conv import triton_op as conv_op
 from headmix_vision.ops.head_in_head import triton_op as hih_op
 from headmix_vision.ops.mhla import triton_op as mhla_op
@@ -21,22 +21,26 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 @pytest.fixture
 def replay(monkeypatch):
-    """Return a function that makes a context in which the ops replay their calls."""
+    """Let calls be ordinary ones, and return a function that makes a context in which they are replayed."""
     from headmix_vision.ops.replay import extension, replayed
 
-    def make(*functions):
-        return replayed(as_function(*functions), *functions)
-
     assert extension() is not None
-    ours = [(mix_op, "_flat", make(mix_op._forward_flat, mix_op._setup_flat, mix_op._backward_flat))]
-    for op in (mhla_op, hih_op, conv_op):
-        function = make(op._forward, op._setup_context, op._backward)
-        ours.append((op, "_call_forward", without_dispatcher(op._forward_op, function, differentiable=True)))
+    monkeypatch.setenv(REPLAY, "0")
+    replacing = []
+    for op, name, *functions in (
+        (mix_op, "_flat", mix_op._forward_flat, mix_op._setup_flat, mix_op._backward_flat),
+        *((op, "_call_forward", op._forward, op._setup_context, op._backward) for op in (mhla_op, hih_op, conv_op)),
+    ):
+        calls = [ordinary := as_function(*functions), replayed(ordinary, *functions)]
+        if name == "_call_forward":
+            calls = [without_dispatcher(op._forward_op, call, differentiable=True) for call in calls]
+        monkeypatch.setattr(op, name, calls[0])
+        replacing.append((op, name, calls[1]))
 
     @contextmanager
     def replaying():
         with monkeypatch.context() as patch:
-            for replaced in ours:
+            for replaced in replacing:
                 patch.setattr(*replaced)
             yield
 

@@ -59,6 +59,7 @@ def test_bad_step_is_in_no_checkpoint(
 def test_batches_arrive_whole_while_the_device_computes() -> None:
     """Each is copied beside the step before, in whose memory it may lie only when that step is done."""
     data, sums = GenerationData(), []
+    data.num_classes = 8
     for number in range(8):
         batch = torch.full((64, 4, 64, 64), float(number)).pin_memory(), torch.full((64,), number).pin_memory()
         images, labels = data.transfer_batch_to_device(batch, torch.device("cuda", 0), 0)
