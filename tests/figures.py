@@ -1018,8 +1018,8 @@ CLAIMS = (
     ),
     Claim(
         "experiments/animated_emoji/README.md",
-        r"alike within one seed: # for MHLA, # for softmax, # for the hybrid, # for linear attention, # for other real "
-        r"clips\. It falls by # to # %",
+        r"within what one seed tells: # for MHLA, # for softmax, # for the hybrid, # for linear attention, # for other "
+        r"real clips\. It falls by # to # %",
         lambda: [
             *(longer(row, "fvd")[1] for row in ("mhla-cpe", "softmax-cpe", "hybrid-cpe", "linear-cpe", REAL_CLIPS)),
             *sorted(100 * (1 - after / before) for before, after in (longer(row, "fvd") for row in LONGER))[::3],
