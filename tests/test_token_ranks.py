@@ -286,9 +286,9 @@ def test_ranks_compute_and_learn_what_one_process_does(results, name):
 def test_what_ranks_send_does_not_depend_on_the_number_of_tokens(results):
     batch, heads, blocks, dim, value_dim = 2, 3, 4, 8, 5
     summaries = batch * heads * blocks * dim * (value_dim + 1) // len(results)
-    gathered = {"all_gather_into_tensor": [summaries]}
+    name, mixing = "all_gather_into_tensor", blocks**2 // len(results)
     for result in results:
-        assert result["sent"] == [(gathered, gathered | {"all_reduce": [blocks**2]})] * 2
+        assert result["sent"] == [({name: [summaries]}, {name: [summaries + mixing]})] * 2
         short, long = result["sent of a sequence"]
         assert short == long and short[0]["all_gather_into_tensor"][0] <= 2 * summaries
 
