@@ -117,8 +117,8 @@ def model(ranks, kind=HeadMixDiT, wrap=None, frame_times=False, checkpointing=Fa
     exact = step(whole) + learned()
     whole.context_parallel(dist.group.WORLD, axis)
     if compiled:
-        for block in whole.blocks:
-            block.compile(fullgraph=True, backend="aot_eager")
+        for module in (whole,) if wrap else whole.blocks:
+            module.compile(fullgraph=True, backend="aot_eager")
     if wrap is not None:
         return errors(step(wrap(whole), ranks.size) + learned(), exact)
     ours = step(whole)
@@ -228,6 +228,11 @@ CASES = {
         model,
         {"kind": HeadMixVideoDiT, "input_size": (5, 4, 8), "block_grid": (2, 2, 2), "cpe": True, "compiled": True},
     ),
+    "video, one graph": (
+        model,
+        {"kind": HeadMixVideoDiT, "input_size": (5, 4, 8), "block_grid": (2, 2, 2), "cpe": True, "compiled": True,
+         "wrap": DistributedDataParallel},
+    ),
     "wan": (wan, {}),
     "wan, softmax in a layer": (wan, {"layers": [1], "token_times": True}),
 }  # fmt: skip
@@ -235,7 +240,8 @@ CASES = {
 
 def runs(name, size):
     """Four processes need not do again what is slow and not of their number; kernels run where they are interpreted."""
-    return (INTERPRETED or "kernels" not in name) and (size == 2 or name not in ("video, compiled", "kernels"))
+    slow = ("video, compiled", "video, one graph", "kernels")
+    return (INTERPRETED or "kernels" not in name) and (size == 2 or name not in slow)
 
 
 def work(rank, size, folder):
@@ -286,9 +292,9 @@ def test_ranks_compute_and_learn_what_one_process_does(results, name):
 def test_what_ranks_send_does_not_depend_on_the_number_of_tokens(results):
     batch, heads, blocks, dim, value_dim = 2, 3, 4, 8, 5
     summaries = batch * heads * blocks * dim * (value_dim + 1) // len(results)
-    gathered = {"all_gather_into_tensor": [summaries]}
+    name, mixing = "all_gather_into_tensor", blocks**2 // len(results)
     for result in results:
-        assert result["sent"] == [(gathered, gathered | {"all_reduce": [blocks**2]})] * 2
+        assert result["sent"] == [({name: [summaries]}, {name: [summaries + mixing]})] * 2
         short, long = result["sent of a sequence"]
         assert short == long and short[0]["all_gather_into_tensor"][0] <= 2 * summaries
 

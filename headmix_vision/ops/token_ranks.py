@@ -131,12 +131,7 @@ class TokenRanks:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum a tensor over the ranks."""
-        return wait(self.start_all_reduce(x))
-
-    def start_all_reduce(self, x: Tensor) -> Tensor:
-        """Return what will hold the sum over the ranks after :func:`wait`."""
-        result: Tensor = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self.group)
-        return result
+        return wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self.group))
 
     def all_gather(self, tensors: Sequence[Tensor], sizes: list[int], dim: int) -> list[list[Tensor]]:
         """Exchange tensors in one collective.

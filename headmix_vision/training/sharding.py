@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,9 +54,8 @@ class ReplicatedStrategy(DDPStrategy):
     """Lightning's `ddp`, with which an interrupted run goes on bit-equal on any number of processes."""
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        device_ids = self.determine_ddp_device_ids()
-        with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):  # as Lightning does
-            return _OrderedReplica(model, device_ids, **self._ddp_kwargs)
+        # On the stream of the steps. Lightning takes another one here, for which each gradient then waits.
+        return _OrderedReplica(model, self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
 
 StrategyRegistry.register(

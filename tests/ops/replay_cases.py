@@ -775,5 +775,5 @@ def test_graphs_of_ranks_launch_their_kernels(gpu, monkeypatch):
     finally:
         dist.destroy_process_group()
     assert not any("headmix_vision" in target for target in targets)
-    for part, count in (("triton_kernel_wrapper", 4), ("all_gather_into_tensor_coalesced", 2), ("all_reduce", 1)):
+    for part, count in (("triton_kernel_wrapper", 4), ("all_gather_into_tensor_coalesced", 2), ("all_reduce", 0)):
         assert sum(part in target for target in targets) == count

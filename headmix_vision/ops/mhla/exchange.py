@@ -6,6 +6,7 @@ B batch, H heads, M blocks of all ranks, m those with tokens of this rank, F num
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from headmix_vision.ops.numerics import accumulation_dtype
 from headmix_vision.ops.token_blocks import BlocksOfRank
-from headmix_vision.ops.token_ranks import wait
 
 
 def mix_over_ranks(mixing: Tensor, blocks: BlocksOfRank, dtype: torch.dtype, *summaries: Tensor) -> tuple[Tensor, ...]:
@@ -51,17 +51,17 @@ class _MixOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mixing, *summaries = ctx.saved_tensors
-        ranks, numbers = ctx.blocks.ranks, ctx.blocks.numbers(mixing)
-        weights, d_mixing, coming = mixing.index_select(-1, numbers).mT, None, None
-        if ctx.needs_input_grad[0]:  # summed over the ranks while they exchange the gradients of summaries
-            d_mixing = torch.zeros_like(mixing, dtype=accumulation_dtype(ctx.dtype))
+        weights = mixing.index_select(-1, ctx.blocks.numbers(mixing)).mT
+        sent, d_mixing = list(grads), None
+        if ctx.needs_input_grad[0]:  # the rows of this rank's blocks travel with the gradients of summaries
             over = (0,) if mixing.ndim == 3 else (0, 1)
             products = [x.flatten(3).to(y.dtype) @ y.mT for x, y in zip(grads, summaries, strict=True)]  # [B, H, m, M]
-            d_mixing[..., numbers, :] = sum(x.sum(over, dtype=d_mixing.dtype) for x in products)
-            coming = ranks.start_all_reduce(d_mixing)
-        d_summaries = _mix(weights, _gather(grads, ctx.blocks, ctx.dtype), grads, ctx.dtype)
-        if coming is not None:
-            d_mixing = (wait(coming) / ranks.size).to(mixing.dtype)
+            rows = [x.sum(over, keepdim=True, dtype=accumulation_dtype(ctx.dtype)) for x in products]
+            sent.append(sum(rows[1:], rows[0]))
+        gathered = _gather(sent, ctx.blocks, ctx.dtype)
+        if ctx.needs_input_grad[0]:
+            d_mixing = (gathered.pop().view(mixing.shape) / ctx.blocks.ranks.size).to(mixing.dtype)
+        d_summaries = _mix(weights, gathered, grads, ctx.dtype)
         return d_mixing, None, None, *d_summaries
 
 
@@ -71,7 +71,7 @@ def _mix(weights: Tensor, summaries: list[Tensor], like: tuple[Tensor, ...], dty
     return tuple((weights.to(x.dtype) @ x).to(y.dtype).view_as(y) for x, y in zip(summaries, like, strict=True))
 
 
-def _gather(summaries: tuple[Tensor, ...], blocks: BlocksOfRank, dtype: torch.dtype) -> list[Tensor]:
+def _gather(summaries: Sequence[Tensor], blocks: BlocksOfRank, dtype: torch.dtype) -> list[Tensor]:
     """Join summaries [B, H, m, ...] of all ranks to [B, H, M, F], parts of a block summed, then round the first."""
     prefix, grids = blocks.whole.num_prefix_blocks, [blocks.held_block_grid(rank) for rank in range(blocks.ranks.size)]
     counts = [math.prod(grid) for grid in grids]
