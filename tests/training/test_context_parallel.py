@@ -55,12 +55,6 @@ def test_processes_that_share_tokens_train_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_share_tokens_train_as_one_where_the_network_is_one_program(tmp_path: Path) -> None:
-    graphs = ("--model.compile", "graphs")
-    assert_alike(train(tmp_path, 2, 2, *graphs), train(tmp_path, 1, 1, *graphs, strategy="auto"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_pairs_of_processes_train_on_clips_as_single_ones(strategy: str, tmp_path: Path) -> None:
     pairs = train(tmp_path, 4, 2, strategy=strategy, **gen_helpers.VIDEO)
