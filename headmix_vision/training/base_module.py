@@ -134,8 +134,8 @@ class BaseModule(LightningModule):
         schedule: Learning rate schedule.
         seed: Seed of whatever is random in a step; the command line sets it to `seed_everything`.
         compile: Compile the network with `torch.compile`; with `blocks`, and where it is sharded, each block by itself,
-            which takes less time; with `graphs` into CUDA graphs, for networks whose steps wait for the host, not for
-            shards.
+            which takes less time; with `graphs` into CUDA graphs, for small networks on one GPU, whose steps wait for
+            the host.
         grad_checkpointing: Compute the blocks a second time in the backward pass, which saves memory.
 
     Attributes:
@@ -184,7 +184,7 @@ class BaseModule(LightningModule):
 
         Raises:
             InputError: If gradient checkpointing is asked of a network that has none, blocks of one without them, or
-                CUDA graphs of shards.
+                CUDA graphs of several processes.
         """
         if isinstance(self.net, FSDPModule):
             return
@@ -194,18 +194,15 @@ class BaseModule(LightningModule):
                 raise InputError("model.grad_checkpointing: this model cannot checkpoint gradients; set it to false")
             set_checkpointing()
         strategy, by_blocks = self.trainer.strategy, self.compile_net == "blocks"
-        graphs = self.compile_net == "graphs"
-        if graphs and self.trainer.world_size > 1 and isinstance(strategy, ShardedStrategy):
-            raise InputError("model.compile=graphs is not for shards; set it to true or to blocks")
+        if self.compile_net == "graphs" and self.trainer.world_size > 1:
+            raise InputError("model.compile=graphs is for one process; set it to true or to blocks")
         if isinstance(strategy, ShardedStrategy) and self.trainer.state.fn == "fit":
             strategy.shard(self.net)
             by_blocks = True  # between them weights are gathered
         if self.compile_net and by_blocks:
             compile_blocks(self.net)
         elif self.compile_net:
-            if graphs:  # one graph for each pass, not one for each part of the gradients that is sent
-                torch._dynamo.config.optimize_ddp = False
-            self.net.compile(mode="reduce-overhead" if graphs else None)
+            self.net.compile(mode="reduce-overhead" if self.compile_net == "graphs" else None)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Make the optimizer; the schedule follows in `on_train_start`.

@@ -345,17 +345,15 @@ def test_gradient_checkpointing_reaches_the_network(make: Any, is_asked: bool) -
             module.configure_model()
 
 
-@torch._dynamo.config.patch(optimize_ddp=True)
-def test_cuda_graphs_are_whole_on_several_processes_and_not_for_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_graphs_are_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[object] = []
     monkeypatch.setattr(nn.Module, "compile", lambda _, mode: modes.append(mode))
-    for compile in (True, "graphs"):
-        assert torch._dynamo.config.optimize_ddp
+    for compile in ("graphs", True):
         module = classifier(compile=compile)
-        attach(module, world_size=2)
+        attach(module)
         module.configure_model()
-    assert modes == [None, "reduce-overhead"]
-    assert not torch._dynamo.config.optimize_ddp
-    monkeypatch.setattr(base_module, "ShardedStrategy", type(module.trainer.strategy))
-    with pytest.raises(InputError, match="compile=graphs is not for shards"):
+    assert modes == ["reduce-overhead", None]
+    module = classifier(compile="graphs")
+    attach(module, world_size=2)
+    with pytest.raises(InputError, match="compile=graphs is for one process"):
         module.configure_model()
