@@ -10,7 +10,7 @@ Options of a model follow its name and a colon, separated by commas; a dot stand
 Baselines are the model that differs in its core alone, softmax, with and without its convolution of tokens (CPE), and
 timm's DeiT of the same size; or the --baseline. Models of a setting take turns on the same random data, window by
 window, under bf16 autocast and one mode of torch.compile: `none` (eager), `default`, `reduce-overhead` (CUDA graphs).
-Rows of a GPU say `replayed default` and so on, but those of CUDA graphs and under HEADMIX_VISION_REPLAY=0.
+Where calls are replayed, rows say `replayed` for `none` and `replayed default`; not in CUDA graphs.
 A figure is the median of the windows. A training step is forward, loss, backward and a fused AdamW step.
 
 Peak memory is a model's need beyond the data; of CUDA graphs PyTorch does not count it. Compile time is the first call

@@ -210,12 +210,11 @@ def open_device(name: str) -> torch.device:
         raise SystemExit(
             "error: --device cuda: torch sees no CUDA device; --device cpu --tiny tries the script itself."
         )
-    if name == "cpu":
-        os.environ[REPLAY] = "0"  # as on no CPU
-    elif are_calls_replayed():
+    if are_calls_replayed():
         from headmix_vision.ops.replay import extension
 
-        extension()  # calls do not wait until it is built
+        if name == "cpu" or extension() is None:  # which waits until it is built
+            os.environ[REPLAY] = "0"  # so that no row says that its calls are replayed
     return torch.device(name)
 
 

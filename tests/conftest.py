@@ -54,6 +54,15 @@ def keep_parsers(cli):
     cli.setup_parser = setup_parser
 
 
+@pytest.fixture(autouse=True, scope="session")
+def replayed_calls():
+    """Build what replays calls on a GPU before the first test, so that no test depends on when it is there."""
+    if torch.cuda.is_available():
+        from headmix_vision.ops.replay import extension
+
+        extension()
+
+
 def number(name):
     return zlib.crc32(name.encode())
 

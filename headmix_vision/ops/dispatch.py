@@ -313,7 +313,7 @@ RUNS: dict[Any, Call] = {}  # the function of each op
 
 
 def are_calls_replayed() -> bool:
-    """Return whether calls on a GPU may be replayed: not for ``HEADMIX_VISION_REPLAY=0`` and in Triton's interpreter.
+    """Return whether calls on a GPU may be replayed: False for ``HEADMIX_VISION_REPLAY=0`` and in Triton's interpreter.
 
     Raises:
         InputError: if the variable is neither 0 nor 1.
@@ -335,7 +335,7 @@ def register(name: str, run: Call, fake: Call, record: Call | None = None, kerne
 
     Compilers replace it, after they have derived its gradients. If ``record`` can, it puts its launches into the graph.
     Else the graph calls the op ``<name>_kernels``, which runs the same function but has no gradients: a call of it
-    costs less, and C++ replays it; see ``replay.py``.
+    costs less, and C++ may replay it; see ``replay.py``.
 
     Args:
         name: of the op.
@@ -455,7 +455,7 @@ def apply_of(function: type[torch.autograd.Function]) -> Call:
 def as_function(run: Call, setup_context: Call, backward: Call, jvp: Call | None = None) -> Call:
     """Return a function of tensors with gradients, for eager calls, in which no transformation of torch.func is active.
 
-    C++ replays its calls; see ``replay.py``.
+    C++ may replay its calls; see ``replay.py``.
 
     Args:
         run, setup_context, backward: as they are registered for an op.

@@ -39,8 +39,8 @@ _TORCH, _PYTHON = Path(torch.__file__).parent, Path(sysconfig.get_paths()["inclu
 _FLAGS = ("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden",
           f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")  # fmt: skip
 _PATIENCE_S = 600
-# Run the compiler, which takes 1.5 GB. Where memory runs out, it ends rather than the process that trains. It ends with
-# that process, too, even if a signal kills it: then the pipe ends that is read here.
+# Run the compiler, which takes 1.5 GB. Where memory runs out, it ends rather than the process that trains, unless
+# a container ends as a whole. It ends with that process, too, even if a signal kills it: then the pipe ends.
 _RUN = """{ echo 1000 > /proc/self/oom_score_adj; } 2> /dev/null
 exec 3<&0
 "$0" "$@" 3<&- < /dev/null & compiler=$!

@@ -54,7 +54,7 @@ class ReplicatedStrategy(DDPStrategy):
     """Lightning's `ddp`, with which an interrupted run goes on bit-equal on any number of processes."""
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        # On the stream of the steps. Lightning takes another one here, for which each gradient then waits.
+        # On the current stream. On one of its own, as Lightning's, each gradient records an event and waits for one.
         return _OrderedReplica(model, self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
 

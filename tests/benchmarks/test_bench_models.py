@@ -11,7 +11,8 @@ from torch import nn
 
 from benchmarks import bench_models as bench
 from benchmarks import model_table
-from headmix_lab import model_families
+from headmix_lab import measuring, model_families
+from headmix_vision.ops import dispatch
 
 OPTIONS = f":{model_table.TINY_OPTIONS}"
 
@@ -56,6 +57,15 @@ def test_rows_of_replayed_calls_stand_beside_ordinary_ones(tmp_path: Path, monke
     assert both[: len(rows)] == rows and {row["compile"] for row in both[len(rows) :]} == {"replayed"}
     setting = model_table.Setting(("dit_mhla_s_2",), 32, 2, "inference", "default")
     assert bench._row("dit_mhla_s_2", None, {}, setting)["compile"] == "replayed default"
+
+
+def test_rows_of_a_cpu_do_not_say_that_calls_are_replayed(monkeypatch):
+    monkeypatch.setenv(dispatch.REPLAY, "1")
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    setting = model_table.Setting(("dit_mhla_s_2",), 32, 2, "inference", "none")
+    assert bench._row("dit_mhla_s_2", None, {}, setting)["compile"] == "replayed"
+    measuring.open_device("cpu")
+    assert bench._row("dit_mhla_s_2", None, {}, setting)["compile"] == "none"
 
 
 def test_tables_of_earlier_versions_are_refused(tmp_path: Path):

@@ -21,7 +21,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 @pytest.fixture
 def replay(monkeypatch):
-    """Let calls be ordinary ones, and return a function that makes a context in which they are replayed."""
+    """Let eager calls be ordinary ones, and return a function that makes a context in which they are replayed."""
     from headmix_vision.ops.replay import extension, replayed
 
     assert extension() is not None
@@ -352,7 +352,7 @@ def test_the_first_call_with_a_tensor_on_the_gpu_begins_to_build(monkeypatch):
     assert begun
 
 
-def test_compiled_and_transformed_calls_are_not_replayed(replay):
+def test_compiled_and_transformed_calls_agree(replay):
     inputs, op = CASES["mhla 196"]()
     expected = compute(inputs, op)
     with replay():

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import nn
 from torch.distributed import GradBucket, destroy_process_group, init_process_group
 from torch.nn.parallel import DistributedDataParallel
 
+from headmix_vision.training import sharding
 from headmix_vision.training.sharding import ReplicatedStrategy
 
 
@@ -27,6 +29,16 @@ def layouts(strategy: DDPStrategy) -> list[list[int]]:
     for _ in range(2):
         replica(torch.ones(1, 2)).sum().backward()
     return seen
+
+
+def test_gradients_are_sent_from_the_stream_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(sharding, "_OrderedReplica", lambda *given, **_: made.append(given))
+    monkeypatch.setattr(ReplicatedStrategy, "determine_ddp_device_ids", lambda _: [0])
+    monkeypatch.setattr(torch.cuda, "Stream", None)
+    network = nn.Linear(2, 3)
+    ReplicatedStrategy()._setup_model(network)
+    assert made == [(network, [0])]
 
 
 def test_gradients_are_laid_out_once_from_the_last_to_the_first(tmp_path: Path) -> None:
