@@ -135,8 +135,9 @@ def test_a_file_that_does_not_load_is_built_again(compiler, tmp_path):
 
 
 BUILDING = """
-import os, sys, time
+import os, signal, sys, time
 from headmix_vision.ops import replay_build
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells ignore in their background
 replay_build._start()
 begun = time.monotonic()
 while not os.path.exists(sys.argv[1]) and time.monotonic() < begun + 20:
