@@ -1068,7 +1068,7 @@ CLAIMS = (
     ),
     Claim(
         "experiments/README.md",
-        r"trained 2\.5 times as long too \(FVD # to #\)",
+        r"the same after 2\.5 times as many steps \(FVD # to #\)",
         lambda: sorted(longer(row, "fvd")[1] for row in LONGER)[::3],
         LONG_CLIPS,
     ),

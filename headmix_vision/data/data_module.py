@@ -209,7 +209,8 @@ class DataModule(lightning.LightningDataModule):
     def _say_shared_samples(self) -> None:
         """Print a note if validation samples are training samples, too.
 
-        Their names tell. Samples of a stream have none, and `holdout_every` keeps those of validation out of training.
+        Samples are the same if their names are. Samples of a stream have no names. `holdout_every` takes those of
+        validation out of training.
         """
         train, val = self._splits["train"], self._splits.get("val")
         if val is None or self.holdout_every is not None or isinstance(train, Stream) or isinstance(val, Stream):

@@ -19,7 +19,7 @@ def _with_leaves(places: dict[str, str]) -> dict[str, str]:
 
 
 class _Names(NamedTuple):
-    """What weights of transformers are called in timm.
+    """Names of weights in transformers, and of the same weights in timm.
 
     Attributes:
         kind: name of the models in messages.
