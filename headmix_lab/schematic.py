@@ -2,7 +2,7 @@
 
     python -m headmix_lab.schematic --out attention.png
     python -m headmix_lab.schematic --model softmax=local-dir:models/dinov2_s14 mhla=runs/swap_mhla \\
-        --caption "DINOv2 ViT-S/14; MHLA trained after it" --out attention.png
+        --caption "A DINOv2-derived ViT-S/14; MHLA trained after it" --out attention.png
 
 The upper row is a sketch of how a query token, the white dot, reads the photograph of scikit-learn. The lower row shows
 what the same token attends to in the last attention layer of each given model, mean over heads, as multiples of equal
@@ -10,6 +10,7 @@ weights.
 """
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ KINDS = {
 }
 PHOTOGRAPHS = ("flower", "china")
 _BLOCKS, _SUB_HEADS, _TOKENS, _MOST = 4, 4, 16, 6.0
+_LINE = 132  # letters that fit across
 _MEMORY = -0.42  # centre of what is read, above the photograph, whose sides are 1
 
 
@@ -105,9 +107,10 @@ def draw(photograph: np.ndarray, at: tuple[float, float], maps: dict[str, Tensor
             panels[1, list(KINDS).index(next(iter(maps)))].images[-1], ax=panels[1, :], shrink=0.85, extend="max"
         )
         bar.set_label("attention, multiples of\nequal weights", fontsize=12)
-    above = "Above: a sketch; the shades of MHLA's blocks stand for learned weights."
-    below = f"\nBelow: attention of that token in trained models. {caption}".rstrip()
-    figure.supxlabel(above + below * bool(maps), fontsize=12)
+    text = ["Above: a sketch; the shades of MHLA's blocks stand for learned weights."]
+    if maps:
+        text += textwrap.wrap(f"Below: the token's attention after training. {caption}", _LINE)
+    figure.supxlabel("\n".join(text), fontsize=12)
     return figure
 
 
