@@ -4,20 +4,18 @@
     torchrun --nproc-per-node 2 -m benchmarks.bench_context_parallel --grids 21x30x50/4x5x10 --repeats 50
     torchrun --nproc-per-node 2 -m benchmarks.bench_context_parallel --device cpu --tiny    # tries the script itself
 
-Timed are MHLA itself (``mhla``), the attention layer around it with a convolution of tokens (``layer``) and a video DiT
-(``model``), forward, and forward with backward, on batches of one clip in bf16. Heads and widths have the sizes
-of Wan 1.3B. Clips are parted along the first axis of which each process gets as many tokens and whole blocks, or else
-along time. First one process does all of it while the others wait, then each does its part. The figures are medians of
-the slowest process, of CUDA graphs, collectives among them; the CSV file also has launches from Python, which wait for
-the host. Gradients of the model are summed over the processes while the backward pass goes on, each when it is
-complete, as DistributedDataParallel does.
+Timed are MHLA itself (``mhla``), its layer with a convolution of tokens (``layer``) and a video DiT (``model``),
+forward, and forward with backward, on one clip in bf16, with the heads and widths of Wan 1.3B. Clips are parted along
+the first axis of which each process gets as many tokens and whole blocks, or else along time. First one process does
+all of it while the others wait, then each does its part. The figures are medians of the slowest process, of CUDA
+graphs, collectives among them; the CSV file also has launches from Python, which wait for the host. Gradients of the
+model are summed over the processes while the backward pass goes on, as DistributedDataParallel does.
 
 Sent is what a process gives to collectives in one call, for block summaries, the gradient of the mixing, the edges of
 the convolution and the output of the model, without the gradients of weights.
 
-Before anything is timed, outputs and gradients of MHLA for two heads are compared with float64: mean and largest errors
-of the processes together must be at most twice one process's errors, of gradients three times; otherwise the script
-ends with exit code 1 and writes nothing.
+Before anything is timed, MHLA of two heads is compared with float64: the processes' mean and largest errors must be at
+most twice one process's, of gradients three times; otherwise the script writes nothing and ends with exit code 1.
 """
 
 from __future__ import annotations

@@ -121,6 +121,7 @@ RECALL, RATES = f"{OF}/recall/results.csv", f"{OF}/stable_rates/results.csv"
 EMOJI_CLIPS, LONG_CLIPS = f"{OF}/animated_emoji/results.csv", f"{OF}/animated_emoji/long.csv"
 LONGER, REAL_CLIPS = ("softmax-cpe", "hybrid-cpe", "mhla-cpe", "linear-cpe"), "validation pictures"
 CLIPS, DISTILLED = f"{OF}/moving_digits/results.csv", f"{OF}/moving_digits/distilled.csv"
+CLOTHES = f"{OF}/fashion_mnist/recipe.csv"
 SWAP, SWAP_EMOJI = f"{OF}/swap/fashion_mnist.csv", f"{OF}/swap/emoji.csv"
 JUDGES = f"{OF}/emoji_classifiers"
 
@@ -1071,6 +1072,19 @@ CLAIMS = (
         r"the same after 2\.5 times as many steps \(FVD # to #\)",
         lambda: sorted(longer(row, "fvd")[1] for row in LONGER)[::3],
         LONG_CLIPS,
+    ),
+    Claim(
+        "experiments/fashion_mnist/README.md",
+        r"tested once, mean # ± # %",
+        partial(mean_and_deviation, CLOTHES, "test_top1_percent"),
+        CLOTHES,
+    ),
+    *(
+        Claim(document, text, lambda: [mean(CLOTHES, "test_top1_percent")], CLOTHES)
+        for document, text in (
+            ("experiments/fashion_mnist/README.md", r"the recipe reaches # % of the test split"),
+            ("experiments/README.md", r"MHLA # % of the test split"),
+        )
     ),
     Claim(
         "experiments/README.md",

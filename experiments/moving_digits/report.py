@@ -39,10 +39,7 @@ COLUMNS = (
 )
 KINDS = {
     "Attention": BASE,
-    "Distilled": (
-        *("softmax", "mhla-distilled", "mhla-short", "mhla"),
-        *("hybrid-distilled", "hybrid-short", "hybrid"),
-    ),
+    "Distilled": ("softmax", *(f"{core}{way}" for core in ("mhla", "hybrid") for way in ("-distilled", "-short", ""))),
     "Positions": ("mhla", "mhla-cpe", "mhla-cpe-factorised", "mhla-rope"),
 }
 QUALITY = ("digit_percent", "motion_percent")
