@@ -31,7 +31,7 @@ class PatchEmbedding(nn.Module):
         self.proj = convolution(in_channels, dim, cast(Any, patch), cast(Any, patch), **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x).flatten(2).transpose(1, 2)
+        return self.proj(x).movedim(1, -1).flatten(1, -2)  # the strides of a block's output, also in a batch of one
 
 
 def sincos_positions(

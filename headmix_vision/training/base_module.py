@@ -65,8 +65,12 @@ def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total_steps: int
     return schedule
 
 
-def compile_blocks(network: nn.Module) -> None:
+def compile_blocks(network: nn.Module, mode: str | None = None) -> None:
     """Compile each block of a network by itself: those that are alike share one program, which is made once.
+
+    Args:
+        network: Network whose transformer blocks are its `blocks`.
+        mode: Mode of `torch.compile`; with `reduce-overhead` each block becomes CUDA graphs.
 
     Raises:
         InputError: If the network has no `blocks`.
@@ -77,8 +81,18 @@ def compile_blocks(network: nn.Module) -> None:
     # Each rate of stochastic depth makes a program of its own, in training and without one more.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks))
     torch._dynamo.config.optimize_ddp = False  # gradients are sent between blocks: no need to cut these up for it
+    if mode == "reduce-overhead":
+        network.register_forward_pre_hook(_begin_graphs)
     for block in blocks:
-        block.compile()
+        block.compile(mode=mode)
+
+
+def _begin_graphs(*_: Any) -> None:
+    """Let the CUDA graphs of a call reuse the memory of the call before.
+
+    By default each block does while no backward pass is due: in validation it would overwrite its own input.
+    """
+    torch.compiler.cudagraph_mark_step_begin()
 
 
 def place_steps(optimizer: Optimizer) -> None:
@@ -134,8 +148,8 @@ class BaseModule(LightningModule):
         schedule: Learning rate schedule.
         seed: Seed of whatever is random in a step; the command line sets it to `seed_everything`.
         compile: Compile the network with `torch.compile`; with `blocks`, and where it is sharded, each block by itself,
-            which takes less time; with `graphs` into CUDA graphs, for small networks on one GPU, whose steps wait for
-            the host.
+            which takes less time; with `graphs` into CUDA graphs, against launch overhead: the whole network in one
+            process, each block in several, but not shards.
         grad_checkpointing: Compute the blocks a second time in the backward pass, which saves memory.
 
     Attributes:
@@ -184,7 +198,7 @@ class BaseModule(LightningModule):
 
         Raises:
             InputError: If gradient checkpointing is asked of a network that has none, blocks of one without them, or
-                CUDA graphs of several processes.
+                CUDA graphs of shards, or on several processes of blocks that are recomputed.
         """
         if isinstance(self.net, FSDPModule):
             return
@@ -194,15 +208,23 @@ class BaseModule(LightningModule):
                 raise InputError("model.grad_checkpointing: this model cannot checkpoint gradients; set it to false")
             set_checkpointing()
         strategy, by_blocks = self.trainer.strategy, self.compile_net == "blocks"
-        if self.compile_net == "graphs" and self.trainer.world_size > 1:
-            raise InputError("model.compile=graphs is for one process; set it to true or to blocks")
+        mode = "reduce-overhead" if self.compile_net == "graphs" else None
+        if mode and isinstance(strategy, ShardedStrategy):
+            raise InputError("model.compile=graphs is not for shards; set it to true or to blocks")
         if isinstance(strategy, ShardedStrategy) and self.trainer.state.fn == "fit":
             strategy.shard(self.net)
             by_blocks = True  # between them weights are gathered
+        if mode and self.trainer.world_size > 1:
+            by_blocks = True  # between them gradients are sent
+            if self.grad_checkpointing:  # https://github.com/pytorch/pytorch/issues/154306
+                raise InputError(
+                    "model.compile=graphs cannot recompute blocks on several processes; set it to blocks, or"
+                    " model.grad_checkpointing to false"
+                )
         if self.compile_net and by_blocks:
-            compile_blocks(self.net)
+            compile_blocks(self.net, mode)
         elif self.compile_net:
-            self.net.compile(mode="reduce-overhead" if self.compile_net == "graphs" else None)
+            self.net.compile(mode=mode)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Make the optimizer; the schedule follows in `on_train_start`.
@@ -313,6 +335,13 @@ class BaseModule(LightningModule):
         self.step_loss = loss.detach()
         self.train_loss[0] += self.step_loss * count
         self.train_loss[1] += count
+
+    def on_after_backward(self) -> None:
+        """Copy gradients to which the next batch adds, out of memory that CUDA graphs overwrite before it does."""
+        if self.compile_net == "graphs" and self.trainer.fit_loop._should_accumulate():
+            for parameter in self.net.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the loss of the last batch and the learning rate, every `log_every_n_steps` steps.

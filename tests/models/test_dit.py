@@ -258,8 +258,10 @@ def test_another_block_grid_is_stored():
 
 
 def test_embedded_patches_are_contiguous():
-    """The channels-first strides of a convolution would last through all blocks."""
-    assert create().x_embedder(batch()[0]).is_contiguous()
+    """The channels-first strides of a convolution would last through all blocks; a batch of one has a stride, too."""
+    for count in (1, 3):
+        tokens = create().x_embedder(batch(count=count)[0])
+        assert tokens.stride() == (tokens[0].numel(), tokens.shape[2], 1)
 
 
 @pytest.mark.parametrize("core", ["mhla", pytest.param("hih", marks=pytest.mark.slow), "linear_iha", "softmax_mea"])

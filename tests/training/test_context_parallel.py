@@ -26,7 +26,9 @@ def train(
     """Train with a global batch of 8; returns the run."""
     folder.mkdir(exist_ok=True)
     batch_size = 8 * sharers // processes
-    config = gen_helpers.write_config(folder / f"{batch_size}.yaml", **PLAIN, **options, data__batch_size=batch_size)
+    config = gen_helpers.write_config(
+        folder / f"{batch_size}.yaml", **{**PLAIN, **options}, data__batch_size=batch_size
+    )
     run = folder / f"{strategy}-{processes}-{sharers}"
     how = ("--trainer.devices", processes, "--trainer.strategy", strategy, "--model.context_parallel", sharers)
     command = ("fit", "-c", config, "--run_dir", run, *how, *arguments)
@@ -37,10 +39,10 @@ def train(
     return run
 
 
-def assert_alike(run: Path, other: Path) -> None:
+def assert_alike(run: Path, other: Path, steps: int = 12) -> None:
     """Compare weights, losses of training, and names of samples."""
     a, b = (read(path / "checkpoints" / "last.ckpt") for path in (run, other))
-    assert a["batch"] == b["batch"] and a["global_step"] == b["global_step"] == 12
+    assert a["batch"] == b["batch"] and a["global_step"] == b["global_step"] == steps
     torch.testing.assert_close(dict(a["state_dict"]), dict(b["state_dict"]), rtol=1e-5, atol=1e-6)
     for row, expected in zip(*(read_csv(path / "metrics.csv") for path in (run, other)), strict=True):
         for name in ("train/loss", "train/loss_step"):  # the validation loss depends on the number of processes
@@ -52,6 +54,14 @@ def assert_alike(run: Path, other: Path) -> None:
 
 def test_processes_that_share_tokens_train_as_one(tmp_path: Path) -> None:
     assert_alike(train(tmp_path, 2, 2), train(tmp_path, 1, 1, strategy="auto"))
+
+
+@pytest.mark.slow
+def test_processes_train_blocks_that_are_graphs_as_uncompiled_ones(tmp_path: Path) -> None:
+    further: dict[str, Any] = {"trainer__accumulate_grad_batches": 2, "trainer__gradient_clip_val": 0.1}
+    further |= {"ema__decay": 0.9, "model__model_args__depth": 2}
+    graphs, plain = (train(tmp_path / way, 2, 2, "--model.compile", way, **further) for way in ("graphs", "false"))
+    assert_alike(graphs, plain, steps=6)
 
 
 @pytest.mark.slow

@@ -345,15 +345,40 @@ def test_gradient_checkpointing_reaches_the_network(make: Any, is_asked: bool) -
             module.configure_model()
 
 
-def test_cuda_graphs_are_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[object] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda _, mode: modes.append(mode))
-    for compile in ("graphs", True):
-        module = classifier(compile=compile)
-        attach(module)
+@torch._dynamo.config.patch(recompile_limit=8, optimize_ddp=True)
+def test_cuda_graphs_are_of_each_block_on_several_processes_and_not_for_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[nn.Module, object]] = []
+    calls: list[None] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda part, mode: compiled.append((part, mode)))
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: calls.append(None))
+    for processes in (1, 2):
+        compiled.clear()
+        module = classifier(compile="graphs")
+        attach(module, world_size=processes)
         module.configure_model()
-    assert modes == ["reduce-overhead", None]
-    module = classifier(compile="graphs")
-    attach(module, world_size=2)
-    with pytest.raises(InputError, match="compile=graphs is for one process"):
+        net: Any = module.net
+        parts = [net] if processes == 1 else list(net.blocks)
+        assert compiled == [(part, "reduce-overhead") for part in parts]
+        module(digits()[0])
+        assert len(calls) == processes - 1  # one for all blocks
+    module.grad_checkpointing = True
+    with pytest.raises(InputError, match="compile=graphs cannot recompute blocks on several processes"):
         module.configure_model()
+    monkeypatch.setattr(base_module, "ShardedStrategy", type(module.trainer.strategy))
+    with pytest.raises(InputError, match="compile=graphs is not for shards; set it to true or to blocks"):
+        module.configure_model()
+
+
+@pytest.mark.parametrize("compile", ["graphs", "blocks"])
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_gradients_that_are_accumulated_outlive_cuda_graphs(
+    compile: Any, accumulates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = classifier(compile=compile)
+    attach(module)
+    monkeypatch.setattr(module.trainer.fit_loop, "_should_accumulate", lambda: accumulates)
+    first, *others = module.net.parameters()
+    of_graph = first.grad = torch.ones_like(first)
+    module.on_after_backward()
+    assert (first.grad is not of_graph) is (accumulates and compile == "graphs")
+    assert torch.equal(first.grad, of_graph) and all(other.grad is None for other in others)
