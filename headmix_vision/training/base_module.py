@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import torch
@@ -81,18 +82,24 @@ def compile_blocks(network: nn.Module, mode: str | None = None) -> None:
     # Each rate of stochastic depth makes a program of its own, in training and without one more.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks))
     torch._dynamo.config.optimize_ddp = False  # gradients are sent between blocks: no need to cut these up for it
-    if mode == "reduce-overhead":
-        network.register_forward_pre_hook(_begin_graphs)
     for block in blocks:
         block.compile(mode=mode)
+    if mode == "reduce-overhead":
+        blocks[0]._compiled_call_impl = _beginning_a_step(blocks[0]._compiled_call_impl)
 
 
-def _begin_graphs(*_: Any) -> None:
-    """Let the CUDA graphs of a call reuse the memory of the call before.
+def _beginning_a_step(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the call of the first block, which starts a new step of CUDA graphs each time.
 
-    By default each block does while no backward pass is due: in validation it would overwrite its own input.
+    Without the mark each block starts one where no backward pass is pending, and in validation it overwrites its input.
+    With it the blocks must not run again between a forward pass and its backward pass.
     """
-    torch.compiler.cudagraph_mark_step_begin()
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return run(*args, **kwargs)
+
+    return begin
 
 
 def place_steps(optimizer: Optimizer) -> None:
@@ -191,6 +198,7 @@ class BaseModule(LightningModule):
         self.optimizer_config, self.schedule_config = optimizer, schedule
         self.seed = seed
         self.throughput = Throughput()
+        self._copied_gradients: dict[nn.Parameter, Tensor] = {}
         self._param_group_options: list[dict[str, Any]] = []
 
     def configure_model(self) -> None:
@@ -198,7 +206,7 @@ class BaseModule(LightningModule):
 
         Raises:
             InputError: If gradient checkpointing is asked of a network that has none, blocks of one without them, or
-                CUDA graphs of shards, or on several processes of blocks that are recomputed.
+                CUDA graphs of shards, or on several processes with gradient checkpointing.
         """
         if isinstance(self.net, FSDPModule):
             return
@@ -216,7 +224,7 @@ class BaseModule(LightningModule):
             by_blocks = True  # between them weights are gathered
         if mode and self.trainer.world_size > 1:
             by_blocks = True  # between them gradients are sent
-            if self.grad_checkpointing:  # https://github.com/pytorch/pytorch/issues/154306
+            if self.grad_checkpointing and self.trainer.state.fn == "fit":  # pytorch#154306
                 raise InputError(
                     "model.compile=graphs cannot recompute blocks on several processes; set it to blocks, or"
                     " model.grad_checkpointing to false"
@@ -337,11 +345,16 @@ class BaseModule(LightningModule):
         self.train_loss[1] += count
 
     def on_after_backward(self) -> None:
-        """Copy gradients to which the next batch adds, out of memory that CUDA graphs overwrite before it does."""
-        if self.compile_net == "graphs" and self.trainer.fit_loop._should_accumulate():
-            for parameter in self.net.parameters():
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.clone()
+        """Copy accumulated gradients out of the memory of CUDA graphs, which the next replay overwrites."""
+        if self.compile_net != "graphs":
+            return
+        if not self.trainer.fit_loop._should_accumulate():
+            self._copied_gradients.clear()
+            return
+        for parameter in self.net.parameters():
+            grad = parameter.grad
+            if grad is not None and grad is not self._copied_gradients.get(parameter):  # later batches add to the copy
+                parameter.grad = self._copied_gradients[parameter] = grad.clone()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the loss of the last batch and the learning rate, every `log_every_n_steps` steps.

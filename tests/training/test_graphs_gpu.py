@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headmix_vision.training.base_module import BaseModule, compile_blocks
 
 from . import gen_helpers
 from .helpers import read_csv
-from .test_context_parallel import PLAIN
+from .test_context_parallel import PLAIN, train
 
 pytestmark = pytest.mark.gpu
 
@@ -26,6 +27,13 @@ def losses(run: Path, compile: str) -> list[float]:
     return [float(row[name]) for row in rows for name in ("train/loss_step", "val/loss") if row[name]]
 
 
+@pytest.fixture(autouse=True)
+def ordinary_afterwards() -> Any:
+    with torch._dynamo.config.patch(recompile_limit=8, optimize_ddp=True):
+        yield
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("by_blocks", [False, True])
 def test_cuda_graphs_train_as_launched_kernels(
     by_blocks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -39,3 +47,12 @@ def test_cuda_graphs_train_as_launched_kernels(
         monkeypatch.setattr(BaseModule, "configure_model", configure)
     found = losses(tmp_path / "graphs", "graphs")
     assert len(found) == len(expected) >= 8 and found == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_share_tokens_in_cuda_graphs_as_in_launched_kernels(tmp_path: Path) -> None:
+    further: dict[str, Any] = {"trainer__accelerator": "gpu", "trainer__accumulate_grad_batches": 2, "ema__decay": 0.9}
+    further["model__model_args__class_dropout"] = 0.0
+    runs = [train(tmp_path / way, 2, 2, "--model.compile", way, **further) for way in ("false", "graphs")]
+    expected, found = ([float(row["train/loss_step"]) for row in read_csv(run / "metrics.csv")] for run in runs)
+    assert found == pytest.approx(expected, rel=1e-3)

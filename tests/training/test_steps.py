@@ -10,6 +10,7 @@ import lightning
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 from timm.layers import DropPath
 from torch import nn
 from torch._dynamo.utils import counters
@@ -349,7 +350,12 @@ def test_gradient_checkpointing_reaches_the_network(make: Any, is_asked: bool) -
 def test_cuda_graphs_are_of_each_block_on_several_processes_and_not_for_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[tuple[nn.Module, object]] = []
     calls: list[None] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda part, mode: compiled.append((part, mode)))
+
+    def compile(part: nn.Module, mode: object) -> None:
+        compiled.append((part, mode))
+        part._compiled_call_impl = part._call_impl
+
+    monkeypatch.setattr(nn.Module, "compile", compile)
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: calls.append(None))
     for processes in (1, 2):
         compiled.clear()
@@ -360,8 +366,11 @@ def test_cuda_graphs_are_of_each_block_on_several_processes_and_not_for_shards(m
         parts = [net] if processes == 1 else list(net.blocks)
         assert compiled == [(part, "reduce-overhead") for part in parts]
         module(digits()[0])
-        assert len(calls) == processes - 1  # one for all blocks
+        net.forward_features(digits()[0])
+        assert len(calls) == 2 * (processes - 1)  # one for all blocks, by each way through them
     module.grad_checkpointing = True
+    module.configure_model()  # for validation
+    module.trainer.state.fn = TrainerFn.FITTING
     with pytest.raises(InputError, match="compile=graphs cannot recompute blocks on several processes"):
         module.configure_model()
     monkeypatch.setattr(base_module, "ShardedStrategy", type(module.trainer.strategy))
@@ -370,15 +379,18 @@ def test_cuda_graphs_are_of_each_block_on_several_processes_and_not_for_shards(m
 
 
 @pytest.mark.parametrize("compile", ["graphs", "blocks"])
-@pytest.mark.parametrize("accumulates", [True, False])
-def test_gradients_that_are_accumulated_outlive_cuda_graphs(
-    compile: Any, accumulates: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_that_are_accumulated_outlive_cuda_graphs(compile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module = classifier(compile=compile)
     attach(module)
-    monkeypatch.setattr(module.trainer.fit_loop, "_should_accumulate", lambda: accumulates)
+    accumulates = [True, True, False]
+    monkeypatch.setattr(module.trainer.fit_loop, "_should_accumulate", lambda: accumulates.pop(0))
     first, *others = module.net.parameters()
     of_graph = first.grad = torch.ones_like(first)
     module.on_after_backward()
-    assert (first.grad is not of_graph) is (accumulates and compile == "graphs")
-    assert torch.equal(first.grad, of_graph) and all(other.grad is None for other in others)
+    copy = first.grad
+    assert copy is not None and (copy is not of_graph) is (compile == "graphs")
+    first.grad += 1  # as autograd does
+    for _ in range(2):
+        module.on_after_backward()
+        assert first.grad is copy and all(other.grad is None for other in others)
+    assert (of_graph.max().item() == 1) is (compile == "graphs") and not module._copied_gradients
