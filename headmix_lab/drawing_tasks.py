@@ -1,18 +1,23 @@
 """Tasks of models that draw: pictures or clips of a data set, how they are opened, and by which scores.
 
-C channels, T frames, H and W pixels.
+A model is trained on pixels or on cached latents, and scored on pixels.
+
+C channels, T frames, H and W pixels, of latents places.
 """
 
 import argparse
 import threading
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from headmix_lab.scoring import RememberingScorer
 from headmix_vision.console import default_device
 from headmix_vision.data.datasets import open_source
 from headmix_vision.data.datasets.base import Source, SplitRequest
+from headmix_vision.data.datasets.latents import LatentShards
+from headmix_vision.errors import InputError
 from headmix_vision.evaluation.clip_features import open_clip_extractor
 from headmix_vision.evaluation.clip_scores import fvd, loop_closure
 from headmix_vision.evaluation.extractors import FeatureExtractor, open_extractor
@@ -46,9 +51,13 @@ class Task(NamedTuple):
     Args:
         dataset: The data set, which is also the judge's.
         recipe: Name of the recipe of training.
-        channels: C.
+        channels: C of a model's input.
         root: Place of the data.
         clips: Whether they are clips.
+        latents: Folder of the latents that a model is trained on; None for pixels.
+        grid: (T, H, W) or (H, W) of latents.
+        autoencoder: The autoencoder of the latents.
+        keys: What the caches of latents say of themselves.
     """
 
     dataset: str
@@ -56,6 +65,10 @@ class Task(NamedTuple):
     channels: int
     root: str | None = None
     clips: bool = False
+    latents: Path | None = None
+    grid: tuple[int, ...] = ()
+    autoencoder: str = ""
+    keys: tuple[str, ...] = ()
 
     @property
     def scores(self) -> dict[str, str]:
@@ -87,7 +100,17 @@ class Task(NamedTuple):
 
     def input_size(self, given: argparse.Namespace) -> int | list[int]:
         """Size of a sample as a network takes it."""
+        if self.latents is not None:
+            return list(self.grid)
         return [given.frames, given.size, given.size] if self.clips else given.size
+
+    def data(self, root: str | None) -> list[object]:
+        """Options of `headmix train-gen` for the data: pixels at a place, or the latents, which are mirrored or not."""
+        if self.latents is None:
+            return ["--data.root", root or "null"]
+        options = {"data.dataset": "latents", "data.root": self.latents, "model.vae": self.autoencoder}
+        options |= {"data.hflip": 0, "data.clip.frame_stride": "null"}
+        return [part for name, value in options.items() for part in (f"--{name}", value)]
 
 
 TASKS = {
@@ -116,6 +139,37 @@ class Scores:
         """Open a split, whose samples have labels."""
         shape = (3, self.given.frames) if self.task.clips else (3,)
         return open_source(SplitRequest(self.task.dataset, split, shape, "scoring", root=self.root))
+
+    def trained_on(self, latents: Path | None) -> Task:
+        """Return the task of models that are trained on pixels, or on a folder's latents, `train` and `validation`.
+
+        Raises:
+            InputError: No such caches, or latents of other samples, sizes or autoencoders.
+        """
+        if latents is None:
+            return self.task
+        folder, given = latents.absolute(), self.given
+        caches = {split: LatentShards(folder / split) for split in (TRAIN, VALIDATION)}
+        for split, made in caches.items():
+            source, manifest = self.open(split), made.manifest
+            facts: dict[str, tuple[object, object]] = {
+                "samples": (len(made), len(source)),
+                "classes": (made.class_names, source.class_names),
+                "pixels of a side": (manifest["image_size"], given.size),
+                "autoencoder": (manifest["autoencoder"], caches[TRAIN].manifest["autoencoder"]),
+            }
+            if self.task.clips:
+                facts["frames"] = ((manifest.get("clip") or {}).get("frames"), given.frames)
+            for name, (found, wanted) in facts.items():
+                if found != wanted:
+                    raise InputError(f"--latents {folder / split}: {name} {found}, it must be {wanted}")
+        made = caches[TRAIN]
+        keys = tuple(key for cached in caches.values() for key in cached.keys())  # noqa: SIM118 - not a mapping
+        channels, *grid = made.shape
+        autoencoder = made.manifest["autoencoder"]["source"]
+        return self.task._replace(
+            channels=channels, latents=folder, grid=tuple(grid), autoencoder=autoencoder, keys=keys
+        )
 
     def check(self) -> None:
         """Open the classifiers, before anything is trained that they cannot score.

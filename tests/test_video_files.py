@@ -133,6 +133,46 @@ def test_a_last_frame_of_which_a_part_is_missing_is_refused(name: str, frames: n
         assert probe(cut).num_frames == probe(whole).num_frames
 
 
+@pytest.mark.parametrize(
+    ("codec", "options"), [("libx264", {"g": "10"}), ("mpeg2video", {"bf": "2"}), ("mpeg4", {"g": "10"})]
+)
+def test_a_cut_transport_stream_has_no_corrupt_frame(codec: str, options, frames: np.ndarray, tmp_path: Path) -> None:
+    """Its packets do not tell that the last one lacks bytes, and FFmpeg fills up the frame."""
+    whole, cut = tmp_path / "whole.ts", tmp_path / "cut.ts"
+    encode(whole, frames // 2 + np.random.default_rng(0).integers(0, 50, frames.shape, dtype=np.uint8), codec, options)
+    content, pictures = whole.read_bytes(), read_video(whole)[0]
+    refused = 0
+    for length in range(len(content) // 2, len(content), 7 * 188):
+        cut.write_bytes(content[:length])
+        try:
+            found = read_video(cut)[0]
+        except InputError as error:
+            refused += 1
+            assert "cut.ts is truncated or damaged: frame" in str(error)
+            assert (read_frames(cut, [0, 5]) == pictures[[0, 5]]).all(), "whole frames before it are read"
+        else:
+            assert all((picture == pictures).all((1, 2, 3)).any() for picture in found)
+    assert refused > 3
+
+
+def test_damage_ends_at_the_next_key_frame(frames: np.ndarray, tmp_path: Path) -> None:
+    path, damaged = tmp_path / "whole.ts", tmp_path / "damaged.ts"
+    noise = np.random.default_rng(0).integers(0, 50, frames.shape, dtype=np.uint8)
+    encode(path, frames // 2 + noise, "mpeg2video", {"g": "8"})
+    content, pictures = path.read_bytes(), read_video(path)[0]
+    place = len(content) // 188 // 2 * 188
+    damaged.write_bytes(content[:place] + content[place + 4 * 188 :])
+    readable = []
+    for number in range(COUNT):
+        try:
+            (found,) = read_frames(damaged, [number])
+        except InputError:
+            continue
+        readable.append(number)
+        assert (found == pictures).all((1, 2, 3)).any()
+    assert readable[0] == 0 and readable[-1] >= 20 and len(readable) < COUNT
+
+
 def test_frames_are_chosen_by_their_times(tmp_path: Path) -> None:
     """One second of 24 frames, then three of 6."""
     levels = [np.full((32, 48, 3), 20 + 5 * number, np.uint8) for number in range(42)]

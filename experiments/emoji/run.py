@@ -21,6 +21,9 @@ The same command leaves out finished rows and resumes interrupted ones whose dir
 place of FID, guidance is chosen by it, and the judge is trained on the sheets of clips (data set `sheets`). `loop
 closure` is 1 where a clip ends as it began. The row of real clips has the FVD of two halves, frozen and shuffled.
 
+`--latents FOLDER` trains on cached latents of the same samples, in FOLDER/train and FOLDER/validation. --patch then
+counts latent places. Samples are decoded, and scored as those of pixels are (../animated_emoji/README.md).
+
 On a CPU, to try it: --size 16 --dim 32 --depth 2 --heads 2 --batch 16 --epochs 2 --interval 1 --samples 40
 --sampling-steps 2 --guidance 1 2 --seeds 0; for clips also --frames 4 --blocks 2 2 2 --rows softmax linear mhla hybrid
 """
@@ -33,7 +36,7 @@ from itertools import product
 from pathlib import Path
 
 from experiments.emoji.report import Report, open_table
-from experiments.emoji.runs import BASE, MODELS, Runs
+from experiments.emoji.runs import CORES, MODELS, Runs
 from headmix_lab.drawing_tasks import TASKS, TEST
 from headmix_lab.script_runs import Outcome, add_options, check_options, compare, find_features
 from headmix_lab.script_runs import complete as score_all
@@ -65,9 +68,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_options(parser, "runs/emoji_gen")
     add("--task", choices=TASKS, default="emoji", help="the pictures, and the recipe of training (%(default)s)")
     add("--root", type=Path, help="folder of the data, as of headmix_lab.emoji (default: the recipe's)")
+    add("--latents", type=Path, help="folder of cached latents, `train` and `validation`, to train on (none: pixels)")
     add("--features", required=True, help="of FID, precision, recall and copies: lite0:PATH, inception, a run")
     add("--judge", required=True, help="classifier of the same classes: a run or an export")
-    add("--rows", nargs="+", default=list(BASE), help=f"all, or of {', '.join(MODELS)} (the first four)")
+    add("--rows", nargs="+", default=list(CORES), help=f"all, or of {', '.join(MODELS)} (the first four)")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of training and samples (0 1 2)")
     add("--guidance", type=float, nargs="+", default=[1, 1.5, 2, 3, 4], help="scales to choose from (1 1.5 2 3 4)")
     add("--size", type=int, default=64, help="height and width in pixels (%(default)s)")

@@ -19,7 +19,6 @@ CORES = ("softmax", "linear", "mhla", "hih")
 MODELS = {
     f"{core}{suffix}": (core, {"cpe": cpe}) for suffix, cpe in (("", False), ("-cpe", True)) for core in CORES
 } | {f"hybrid{suffix}": ("mhla", {"cpe": cpe, "softmax_every": 3}) for suffix, cpe in (("", False), ("-cpe", True))}
-BASE = CORES
 REAL = "validation pictures"
 
 
@@ -41,9 +40,8 @@ class Runs(GeneratorRuns):
         root = arguments.root or self.task.root
         self.root = None if root is None else str(Path(root).absolute())
         self.scores = Scores(self.task, arguments, self.root)
-        self.config = yaml.safe_load(
-            Path(find_config(self.task.recipe, "gen")).read_text()
-        )  # comments are no part of a recipe
+        self.task = self.scores.trained_on(arguments.latents)
+        self.config = (yaml.safe_load(Path(find_config(self.task.recipe, "gen")).read_text()), *self.task.keys)
 
     @cached_property
     def labels(self) -> dict[str, list[int]]:
@@ -86,8 +84,7 @@ class Runs(GeneratorRuns):
     def parameters(self, row: str) -> int:
         """Number of parameters of a row's network."""
         name, arguments = self.network(row)
-        size = self.task.input_size(self.arguments)
-        network = create_generator(name, len(self.class_names), size, arguments)
+        network = create_generator(name, len(self.class_names), self.task.input_size(self.arguments), arguments)
         return sum(parameter.numel() for parameter in network.parameters())
 
     def options(self, row: str, seed: int) -> list[object]:
@@ -102,19 +99,18 @@ class Runs(GeneratorRuns):
 
     def directory(self, row: str, seed: int) -> Path:
         """Run directory."""
-        name = f"{row}-seed_{seed}-{hash_of(self.config, *self.options(row, seed))}"
+        name = f"{row}-seed_{seed}-{hash_of(*self.config, *self.options(row, seed))}"
         return self.arguments.runs.absolute() / name
 
     def train(self, row: str, seed: int) -> Path:
         """Train, as `train_once` does."""
-        data = ["--data.root", self.root or "null", "--model.num_classes", len(self.class_names)]
-        options = [*self.options(row, seed), *data]
+        options = [*self.options(row, seed), *self.task.data(self.root), "--model.num_classes", len(self.class_names)]
         return self.train_once(self.directory(row, seed), "train_gen.py", self.task.recipe, lambda: options)
 
     def recipe(self, case: Case) -> str:
         """Hash of everything that a row of the table depends on but the pictures and the classifiers."""
         given = self.arguments
-        sampling = () if case.row == REAL else (self.config, *self.options(case.row, case.seed), *self.sampling())
+        sampling = () if case.row == REAL else (*self.config, *self.options(case.row, case.seed), *self.sampling())
         return hash_of(*sampling, case.split, case.guidance, given.samples, given.size)
 
     def sampling(self) -> list[object]:

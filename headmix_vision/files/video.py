@@ -144,7 +144,7 @@ def read_frames(
             found = _decode_from_start(container, stream, wanted, _Pixels(background))
     missing = [index for index in wanted if index not in found]
     if missing:
-        raise InputError(f"{path} is truncated: frame {missing[0]} of {info.num_frames} cannot be decoded")
+        raise InputError(f"{path} is truncated or damaged: frame {missing[0]} of {info.num_frames} cannot be decoded")
     if len({frame.shape for frame in found.values()}) > 1:
         raise InputError(f"{path} changes its size on the way")
     return np.stack([found[index] for index in indices])
@@ -392,10 +392,22 @@ def _display_matrix(frame: Any) -> np.ndarray:
     return matrix
 
 
+def _decode(container: Any, stream: Any) -> Iterator[tuple[Any, bool]]:
+    """Decode frames in the order of display, each with whether it is whole.
+
+    A decoder fills up what is missing, as at the end of a truncated MPEG transport stream, whose packets do not tell
+    it. Frames up to the next key frame may repeat what was filled in.
+    """
+    is_whole = True
+    for frame in container.decode(stream):
+        is_whole = not frame.is_corrupt and (is_whole or bool(frame.key_frame))
+        yield frame, is_whole
+
+
 def _seek_and_decode(
     container: Any, stream: Any, packets: list[_Packet], wanted: list[int], to_pixels: _Pixels
 ) -> dict[int, np.ndarray]:
-    """Decode frames by the times at which they are shown; those that are not found that way are left out."""
+    """Decode frames by the times at which they are shown; those that are not found whole that way are left out."""
     times = _times(packets)
     if not times or not wanted:
         return {}
@@ -411,8 +423,8 @@ def _seek_and_decode(
         return {}
     container.seek(start, stream=stream)
     found: dict[int, np.ndarray] = {}
-    for frame in container.decode(stream):
-        if frame.pts in numbers:
+    for frame, is_whole in _decode(container, stream):
+        if is_whole and frame.pts in numbers:
             found[numbers[frame.pts]] = to_pixels(frame)
             if len(found) == len(numbers):
                 break
@@ -420,10 +432,10 @@ def _seek_and_decode(
 
 
 def _decode_from_start(container: Any, stream: Any, wanted: list[int], to_pixels: _Pixels) -> dict[int, np.ndarray]:
-    """Decode frames by counting them."""
+    """Decode frames by counting them; those that are not whole are left out."""
     found: dict[int, np.ndarray] = {}
-    for number, frame in enumerate(container.decode(stream)):
-        if number in wanted:
+    for number, (frame, is_whole) in enumerate(_decode(container, stream)):
+        if is_whole and number in wanted:
             found[number] = to_pixels(frame)
         if number == wanted[-1]:
             break

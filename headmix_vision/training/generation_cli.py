@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 
-from headmix_vision.data.datasets.latents import MANIFEST, read_manifest
+from headmix_vision.data.datasets.latents import MANIFEST, find_caches, read_manifest
 from headmix_vision.data.generation import GenerationData
 from headmix_vision.errors import InputError
+from headmix_vision.models.autoencoders import PIXELS
 from headmix_vision.runs.directory import CURVES, SAMPLES
 from headmix_vision.training.base_cli import RunCLI
 from headmix_vision.training.callbacks.curves import GENERATOR_PANELS, LearningCurves
@@ -78,17 +79,24 @@ class GenerationCLI(RunCLI):
 
     def _check_vae(self, vae: str | None) -> None:
         """Refuse a recipe's autoencoder where another one, which is here, made the latents."""
-        data = self.options.data
-        if vae is None or "model.vae" in self.given or data.dataset != "latents" or data.root is None:
-            return
-        if not (Path(data.root) / MANIFEST).is_file():
-            return  # the data set refuses its root
-        made_by = read_manifest(Path(data.root))["autoencoder"].get("source")
+        made_by = None if vae is None or "model.vae" in self.given else self._autoencoder()
         if made_by is not None and made_by != vae and Path(made_by).is_dir():
+            root = self.options.data.root
             raise InputError(
-                f"the recipe decodes with {vae}, but {made_by} made the latents of {data.root}: give --model.vae"
+                f"the recipe decodes with {vae}, but {made_by} made the latents of {root}: give --model.vae"
                 f" {made_by}, or --model.vae {vae} if both are the same autoencoder"
             )
+
+    def _autoencoder(self) -> str | None:
+        """Return where the autoencoder lay that made the training latents; None without latents of one."""
+        data = self.options.data
+        if data.dataset != "latents" or data.root is None:
+            return None
+        cache, *_ = find_caches(data.root, data.train_split, data.train_split)
+        if not (cache / MANIFEST).is_file():
+            return None  # the data set refuses its root
+        source: str | None = read_manifest(cache)["autoencoder"].get("source")
+        return None if source == PIXELS else source
 
     def after_fit(self) -> None:
         """Sum up the training loss, if an epoch was finished, and where the files are."""
@@ -100,6 +108,8 @@ class GenerationCLI(RunCLI):
         samples = "videos" if len(self.model.net.input_size) == 3 else "images"
         drawn = f" · samples {run_dir / SAMPLES}" if (run_dir / SAMPLES).is_dir() else ""
         where = f"run {run_dir}{drawn}"
-        self.summary = f"{loss}{where} · next: headmix sample {samples} --model {run_dir}"
+        made_by = None if self.options.model.vae else self._autoencoder()
+        decoded = f" --vae {made_by}" if made_by else ""
+        self.summary = f"{loss}{where} · next: headmix sample {samples} --model {run_dir}{decoded}"
         if self.options.model.transformer is not None:
             self.summary = f"{loss}run {run_dir} · next: headmix export {run_dir} --out FOLDER"

@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from diffusers import AutoencoderKL
 from PIL import Image
 
 from experiments.emoji import report
 from experiments.emoji import run as comparison
-from experiments.emoji.runs import Case
+from experiments.emoji.runs import REAL, Case
 from headmix_lab.scripts import RunFailed, TimeOver
-from headmix_vision.cli import train_cls, train_gen
+from headmix_vision.cli import cache_latents, train_cls, train_gen
+from headmix_vision.errors import InputError
 from headmix_vision.files.pictures import write_png
 from headmix_vision.layers import CORES
 from headmix_vision.training.base_cli import RunCLI
@@ -94,15 +97,60 @@ def test_models_of_clips_differ_in_their_attention_alone(clips: Path, tmp_path: 
         assert sum(parameter.numel() for parameter in net.parameters()) == runs.parameters(row)
 
 
+@pytest.fixture(scope="module")
+def latents(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Latents of the clips by an autoencoder with new weights, mirrored ones of the training split too."""
+    folder = tmp_path_factory.mktemp("latents")
+    torch.manual_seed(0)
+    levels = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    vae = AutoencoderKL(**levels, block_out_channels=(8, 8), norm_num_groups=4, latent_channels=2)
+    vae.save_pretrained(folder / "vae")
+    for split in ("train", "validation"):
+        options = ["--dataset", "videos", "--root", clips, "--split", split, "--vae", folder / "vae", "--frames", 4]
+        options += ["--stride", 1, "--image-size", 16, "--workers", 0, "--out", folder / split]
+        cache_latents.main([*map(str, options), *(["--flip"] if split == "train" else [])])
+    return folder
+
+
+def test_models_of_clips_are_trained_on_latents(clips: Path, latents: Path, tmp_path: Path, monkeypatch):
+    seen = list[Any]()
+    options = ["--task", "animated_emoji", *OF_CLIPS, "--patch", 2]
+    on_latents, in_pixels = (
+        comparison.Runs(comparison.parse_arguments(given(clips, tmp_path / "x.csv", *options, *more)), 0)
+        for more in (["--latents", latents], [])
+    )
+    monkeypatch.setattr(RunCLI, "_run_subcommand", lambda cli, name: seen.append(cli))
+    monkeypatch.setattr(comparison.Runs, "train_once", lambda runs, run, script, recipe, options: options())
+    arguments = ["-c", "animated_emoji", "--run_dir", tmp_path / "run", *on_latents.train("mhla-cpe", 0)]
+    train_gen.main(["fit", *map(str, arguments)], None)
+    cli = seen.pop()
+    assert cli.model.net.input_size == (4, 8, 8) and cli.model.net.in_channels == 2 and cli.model.net.num_classes == 2
+    assert sum(parameter.numel() for parameter in cli.model.net.parameters()) == on_latents.parameters("mhla-cpe")
+    assert cli.config["fit"].model.vae == str(latents / "vae") and cli.datamodule.root == str(latents)
+    assert on_latents.labels == in_pixels.labels and on_latents.directory("mhla", 0) != in_pixels.directory("mhla", 0)
+    drawn, real = (Case(row, 0, "test", scale) for row, scale in (("mhla", "2"), (REAL, "")))
+    assert on_latents.recipe(drawn) != in_pixels.recipe(drawn) and on_latents.recipe(real) == in_pixels.recipe(real)
+    for more, message in (
+        (["--size", 32], "train: pixels of a side 16, it must be 32"),
+        (["--frames", 3], "train: frames 4, it must be 3"),
+        (["--latents", clips], "train has no latents.json"),
+    ):
+        with pytest.raises(InputError, match=message):
+            wrong = given(clips, tmp_path / "x.csv", *options, "--latents", latents, *more)
+            comparison.Runs(comparison.parse_arguments(wrong), 0)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_models_of_clips_are_trained_drawn_and_scored(clips: Path, tmp_path: Path, capsys):
+@pytest.mark.parametrize("where", ["pixels", "latents"])
+def test_models_of_clips_are_trained_drawn_and_scored(where: str, clips: Path, latents: Path, tmp_path: Path, capsys):
     out, judge = tmp_path / "x.csv", tmp_path / "judge"
     model = '{"patch_size": 32, "embed_dim": 16, "depth": 1, "num_heads": 1}'
     recipe = ["-c", "emoji", "--data.root", clips, "--data.dataset", "sheets", "--model.num_classes", 2]
     recipe += ["--model.img_size", 128, "--model.model_args", model, "--trainer.max_epochs", 1, "--data.batch_size", 8]
     train_cls.main(["fit", *map(str, recipe), "--data.num_workers", "0", "--run_dir", str(judge)], None)
     arguments = ["--features", judge, "--judge", judge, "--runs", tmp_path / "runs", "--pictures", tmp_path]
+    arguments += ["--latents", latents, "--patch", 2] if where == "latents" else []
     comparison.main(given(clips, out, "--task", "animated_emoji", *arguments, "--rows", "hybrid", *SMALL, *OF_CLIPS))
     *_, drawn, real = csv.DictReader(out.read_text().splitlines())
     assert (drawn["row"], real["row"]) == ("hybrid", "validation pictures")

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,9 @@ def test_an_interrupted_training_goes_on_to_the_same_autoencoder(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     given = {name: [*map(str, ["--root", root, "--run-dir", tmp_path / name]), *SMALL] for name in ("whole", "part")}
-    autoencoder.main(given["whole"])
+    monkeypatch.setattr(autoencoder, "open_extractor", lambda name, device: Colours())
+    autoencoder.main([*given["whole"], "--features", "colours"])
+    assert "step 2 of 4: absolute error 0." in capsys.readouterr().err
     step = autoencoder.AutoencoderTraining.training_step
 
     def stop(module, batch, index):
@@ -48,19 +51,52 @@ def test_an_interrupted_training_goes_on_to_the_same_autoencoder(
             autoencoder.main(given["part"])
     assert not (tmp_path / "part/vae").exists()
     autoencoder.main(given["part"])
+    shutil.rmtree(tmp_path / "part/vae")  # as where the scores failed
+    autoencoder.main(given["part"])
     weights = [load_file(tmp_path / name / "vae/diffusion_pytorch_model.safetensors") for name in given]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     scores = json.loads((tmp_path / "whole/scores.json").read_text())
     assert scores["frames"] == 4 and 5 < scores["psnr_db"] < 60
+    assert scores["scaled_fid"] < 1e-5 < min(scores[f"{name}_fid"] for name in ("reconstruction", "halves"))
     with pytest.raises(SystemExit, match="2"):
         autoencoder.main(given["part"])
     assert "holds a finished autoencoder; choose another --run-dir" in capsys.readouterr().err
 
-    options = ["--dataset", "videos", "--root", root, "--vae", tmp_path / "whole/vae", "--frames", 4, "--stride", 1]
-    cache_latents.main([*map(str, [*options, "--image-size", 16, "--workers", 0, "--out", tmp_path / "latents"])])
-    latents = open_source(SplitRequest("latents", "train", (4, 4, 4, 4), "generation", root=str(tmp_path / "latents")))
-    found = torch.stack([latents.read(index)[0] for index in range(8)])
-    assert found.shape == (8, 4, 4, 4, 4) and 0.3 < found.std() < 3, "scaled by the deviation of the validation split"
+    options = ["--dataset", "videos", "--root", root, "--vae", tmp_path / "whole/vae", "--frames", 2, "--stride", 1]
+    options += ["--split", "validation", "--image-size", 16, "--workers", 0, "--out", tmp_path / "latents"]
+    cache_latents.main([*map(str, options)])
+    request = SplitRequest("latents", "train", (4, 2, 4, 4), "generation", root=str(tmp_path / "latents"))
+    found = torch.stack([open_source(request).read(index)[0] for index in range(2)]).transpose(0, 1).flatten(1)
+    assert found.shape == (4, 64), "channels, and the places of two clips"
+    assert found.mean(1).abs().max() < 0.3 and (found.std(1) - 1).abs().max() < 0.3
+
+
+class Colours:
+    """Extractor of the mean colour."""
+
+    mode, device = "RGB", torch.device("cpu")
+
+    def __call__(self, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"features": pixels.double().mean((2, 3))}
+
+
+def test_time_ends_the_training(root: Path, tmp_path: Path, capsys) -> None:
+    arguments = [*map(str, ["--root", root, "--run-dir", tmp_path / "run"]), *SMALL, "--steps", "100000"]
+    autoencoder.main([*arguments, "--minutes", "0.02"])
+    weights = load_file(tmp_path / "run/vae/diffusion_pytorch_model.safetensors")
+    assert "psnr_db" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "run/vae")
+    autoencoder.main([*arguments, "--minutes", "0.02"])
+    again = load_file(tmp_path / "run/vae/diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(weights[name], again[name]) for name in weights), "its time was over"
+
+
+def test_features_are_opened_before_training(root: Path, tmp_path: Path, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        autoencoder.main(
+            [*map(str, ["--root", root, "--run-dir", tmp_path / "run"]), *SMALL, "--features", "lite0:nowhere"]
+        )
+    assert "nowhere" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_numbers_out_of_range(root: Path, tmp_path: Path, capsys) -> None:

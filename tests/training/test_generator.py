@@ -314,10 +314,18 @@ def test_latents_of_an_autoencoder(tmp_path: Path, capfd: pytest.CaptureFixture[
     ):
         assert run("fit", "-c", config, "--run_dir", tmp_path / "other", *options) == 2
         assert message.split(" .* ")[-1] in capfd.readouterr().err
+    options = ("--model.vae", "null", "--samples.every_n_steps", "null")
+    assert run("fit", "-c", config, "--run_dir", tmp_path / "undecoded", *options) == 0
+    assert f"headmix sample images --model {tmp_path / 'undecoded'} --vae {tmp_path / 'vae'}" in capfd.readouterr().out
     text = config.read_text().replace(f"vae: {tmp_path / 'vae'}", "vae: owner/other")
     (tmp_path / "other.yaml").write_text(text)
     assert run("fit", "-c", tmp_path / "other.yaml", "--run_dir", tmp_path / "other") == 2
     assert f"the latents of {tmp_path / 'latents'}: give --model.vae {tmp_path / 'vae'}" in capfd.readouterr().err
+    (tmp_path / "splits").mkdir()
+    (tmp_path / "latents").rename(tmp_path / "splits/train")
+    other = (tmp_path / "other.yaml", "--data.root", tmp_path / "splits")
+    assert run("fit", "-c", *other, "--run_dir", tmp_path / "other") == 2
+    assert f"the latents of {tmp_path / 'splits'}: give --model.vae {tmp_path / 'vae'}" in capfd.readouterr().err
 
 
 def test_small_image_folder(tmp_path: Path) -> None:
