@@ -107,10 +107,10 @@ def draw(photograph: np.ndarray, at: tuple[float, float], maps: dict[str, Tensor
             panels[1, list(KINDS).index(next(iter(maps)))].images[-1], ax=panels[1, :], shrink=0.85, extend="max"
         )
         bar.set_label("attention, multiples of\nequal weights", fontsize=12)
-    text = ["Above: a sketch; the shades of MHLA's blocks stand for learned weights."]
+    lines = ["Above: a sketch; the shades of MHLA's blocks stand for learned weights."]
     if maps:
-        text += textwrap.wrap(f"Below: the token's attention after training. {caption}", _LINE)
-    figure.supxlabel("\n".join(text), fontsize=12)
+        lines += textwrap.wrap(f"Below: the token's attention after training. {caption}", _LINE)
+    figure.supxlabel("\n".join(lines), fontsize=12)
     return figure
 
 
