@@ -20,6 +20,7 @@ OPTIONS: dict[str, Any] = {
     "trainer__accumulate_grad_batches": 2,
     "ema__decay": 0.9,
     "model__model_args__class_dropout": 0.0,  # graphs draw other labels to drop
+    "samples__guidance": 1.0,
 }
 
 
@@ -32,7 +33,6 @@ def read_losses(run: Path) -> list[float]:
 def losses(run: Path, compile: str) -> list[float]:
     """Train 6 steps of 2 batches with validations and samples; return the losses."""
     further = {"trainer__devices": 1, "model__model_args__depth": 3, "model__compile": compile}
-    further["samples"] = {"every_n_steps": 4, "classes": [3, 7], "rows": 2, "steps": 2}
     config = gen_helpers.write_config(run.with_suffix(".yaml"), **OPTIONS, **further)
     assert gen_helpers.run("fit", "-c", config, "--run_dir", run) == 0
     return read_losses(run)
