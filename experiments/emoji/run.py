@@ -22,7 +22,7 @@ place of FID, guidance is chosen by it, and the judge is trained on the sheets o
 closure` is 1 where a clip ends as it began. The row of real clips has the FVD of two halves, frozen and shuffled.
 
 `--latents FOLDER` trains on cached latents of the same samples, in FOLDER/train and FOLDER/validation. --patch then
-counts latent places. Samples are decoded, and scored as those of pixels are (../animated_emoji/README.md).
+counts latent places. Samples are decoded to pixels before they are scored (../animated_emoji/README.md).
 
 On a CPU, to try it: --size 16 --dim 32 --depth 2 --heads 2 --batch 16 --epochs 2 --interval 1 --samples 40
 --sampling-steps 2 --guidance 1 2 --seeds 0; for clips also --frames 4 --blocks 2 2 2 --rows softmax linear mhla hybrid
