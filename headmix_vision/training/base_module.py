@@ -1,5 +1,6 @@
 """Define the LightningModule under classifier and generator: optimizer, schedule, random numbers, logged loss."""
 
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -355,6 +356,12 @@ class BaseModule(LightningModule):
             grad = parameter.grad
             if grad is not None and grad is not self._copied_gradients.get(parameter):  # later batches add to the copy
                 parameter.grad = self._copied_gradients[parameter] = grad.clone()
+
+    def teardown(self, stage: str) -> None:
+        """Let go of CUDA graphs that hold collectives: NCCL waits for them where processes leave their group."""
+        if self.compile_net == "graphs" and self.trainer.world_size > 1:
+            torch.compiler.reset()
+            gc.collect()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the loss of the last batch and the learning rate, every `log_every_n_steps` steps.
