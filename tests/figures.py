@@ -554,9 +554,9 @@ CLAIMS = (
     ),
     Claim(
         "benchmarks/README.md",
-        r"alone on the host: MHLA runs at #x of the equal softmax and #x of timm's\. .* on a busy host, it is #x of softmax "
-        r"with CPE\. Without replay it is #x, #x and #x\. Windows spread by # to # % in training, # to # % in inference\. "
-        r"Replayed inference is #x of the equal softmax and #x of timm's",
+        r"alone on the host: MHLA runs at #x of the equal softmax and #x of timm's\. .* on a busy host, it is "
+        r"#x of softmax with CPE\. Without replay it is #x, #x and #x\. Windows spread by # to # % in training, "
+        r"# to # % in inference\. Replayed inference is #x of the equal softmax and #x of timm's",
         lambda: [
             *(
                 number
@@ -574,8 +574,9 @@ CLAIMS = (
     ),
     Claim(
         "benchmarks/README.md",
-        r"1,024 px, batch 32: MHLA trains at #x of softmax and #x of timm's, linear attention at #x\. Inference runs at #x and "
-        r"#x\. At 384 px, batch 256, MHLA trains at #x of softmax and #x of timm's, linear attention at #x; .* spread by # %",
+        r"1,024 px, batch 32: MHLA trains at #x of softmax and #x of timm's, linear attention at #x\. Inference "
+        r"runs at #x and #x\. At 384 px, batch 256, MHLA trains at #x of softmax and #x of timm's, linear attention at "
+        r"#x; .* spread by # %",
         lambda: [
             *sized("1024", "32", "train"),
             *sized("1024", "32", "inference")[:2],
@@ -586,8 +587,8 @@ CLAIMS = (
     ),
     Claim(
         "benchmarks/README.md",
-        r"DiT-S/2 with MHLA trains at #x of softmax and runs inference at #x\. DiT-XL/2 at 256 px, batch 32, each block compiled: "
-        r"#x and #x\. .* Windows spread by # to # % and by # to # %",
+        r"DiT-S/2 with MHLA trains at #x of softmax and runs inference at #x\. DiT-XL/2 at 256 px, batch 32, each "
+        r"block compiled: #x and #x\. .* Windows spread by # to # % and by # to # %",
         lambda: [
             *(
                 cell(MODELS, "ratio_to_baseline", model=model, batch="32", mode=mode)
@@ -601,8 +602,8 @@ CLAIMS = (
     ),
     Claim(
         "benchmarks/README.md",
-        r"FlashAttention 4 takes #x of MHLA's time at DeiT-S, #x at DiT-XL/2 512 px, #x at 4,096 tokens and #x at Wan's shape, "
-        r"cuDNN #x, #x, #x and #x",
+        r"FlashAttention 4 takes #x of MHLA's time at DeiT-S, #x at DiT-XL/2 512 px, #x at 4,096 tokens and #x at "
+        r"Wan's shape, cuDNN #x, #x, #x and #x",
         lambda: [
             cell(MHLA, "forward_backward_ms", shape=shape, column=column)
             / cell(MHLA, "forward_backward_ms", shape=shape, column="auto")
