@@ -557,7 +557,7 @@ CLAIMS = (
         "benchmarks/README.md",
         r"alone on the host: MHLA runs at #x of the equal softmax and #x of timm's\. .* on a busy host, it is "
         r"#x of softmax with CPE\. Without replay it is #x, #x and #x\. Windows spread by # to # % in training, "
-        r"# to # % in inference\. Replayed inference is #x of the equal softmax and #x of timm's",
+        r"# to # % in inference\. In that other run replayed inference is #x of the equal softmax and #x of timm's",
         lambda: [
             *(
                 number

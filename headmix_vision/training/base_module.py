@@ -72,7 +72,8 @@ def compile_blocks(network: nn.Module, mode: str | None = None) -> None:
 
     Args:
         network: Network whose transformer blocks are its `blocks`.
-        mode: Mode of `torch.compile`; with `reduce-overhead` each block becomes CUDA graphs.
+        mode: Mode of `torch.compile`; with `reduce-overhead` each block becomes CUDA graphs. Graphs
+            that hold collectives must go, by `torch.compiler.reset()`, before NCCL's process group is destroyed.
 
     Raises:
         InputError: If the network has no `blocks`.
