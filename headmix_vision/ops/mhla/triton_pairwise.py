@@ -25,7 +25,6 @@ from headmix_vision.ops.mhla.triton_launch import (
     Forward,
     Gradients,
     Places,
-    block_of_token,
     choose_tiles,
     kernel_constants,
     key_gradients,
