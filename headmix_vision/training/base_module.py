@@ -1,5 +1,6 @@
 """Define the LightningModule under classifier and generator: optimizer, schedule, random numbers, logged loss."""
 
+import atexit
 import gc
 import math
 import time
@@ -67,13 +68,22 @@ def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total_steps: int
     return schedule
 
 
+def release_graphs() -> None:
+    """Release all CUDA graphs of compiled networks.
+
+    NCCL destroys a process group only after the graphs that hold its collectives.
+    """
+    torch.compiler.reset()
+    gc.collect()
+
+
 def compile_blocks(network: nn.Module, mode: str | None = None) -> None:
     """Compile each block of a network by itself: those that are alike share one program, which is made once.
 
     Args:
         network: Network whose transformer blocks are its `blocks`.
-        mode: Mode of `torch.compile`; with `reduce-overhead` each block becomes CUDA graphs. Graphs
-            that hold collectives must go, by `torch.compiler.reset()`, before NCCL's process group is destroyed.
+        mode: Mode of `torch.compile`; with `reduce-overhead` each block becomes CUDA graphs. If they hold collectives,
+            call :func:`release_graphs` before the process group is destroyed.
 
     Raises:
         InputError: If the network has no `blocks`.
@@ -226,6 +236,7 @@ class BaseModule(LightningModule):
             by_blocks = True  # between them weights are gathered
         if mode and self.trainer.world_size > 1:
             by_blocks = True  # between them gradients are sent
+            atexit.register(release_graphs)  # runs before Lightning's handler, which destroys the process group
             if self.grad_checkpointing and self.trainer.state.fn == "fit":  # pytorch#154306
                 raise InputError(
                     "model.compile=graphs cannot recompute blocks on several processes; set it to blocks, or"
@@ -359,10 +370,9 @@ class BaseModule(LightningModule):
                 parameter.grad = self._copied_gradients[parameter] = grad.clone()
 
     def teardown(self, stage: str) -> None:
-        """Let go of CUDA graphs that hold collectives: NCCL waits for them where processes leave their group."""
+        """Release CUDA graphs of several processes, which may hold collectives."""
         if self.compile_net == "graphs" and self.trainer.world_size > 1:
-            torch.compiler.reset()
-            gc.collect()
+            release_graphs()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the loss of the last batch and the learning rate, every `log_every_n_steps` steps.

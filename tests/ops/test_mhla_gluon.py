@@ -142,8 +142,8 @@ def test_normalizers_and_feature_maps_of_wide_heads(launched, tokens, dim, norma
 @pytest.mark.parametrize(
     ("grid", "block_grid", "prefix", "dim", "normalizer", "per_head"),
     [
-        ((8, 8), (4, 4), 0, 64, "paper", False),
-        ((7, 14), (3, 2), 0, 72, "source_block", True),
+        ((8, 16), (4, 4), 0, 64, "source_block", False),
+        ((12, 12), (4, 8), 0, 80, None, True),
         ((14, 14), (4, 4), 1, 64, "paper", True),
     ],
 )

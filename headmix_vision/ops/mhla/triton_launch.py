@@ -78,8 +78,8 @@ def block_of_token(blocks: TokenBlocks, device: torch.device, first: int = 0) ->
 @cached_tables
 def order_of_token(blocks: TokenBlocks, device: torch.device, first: int = 0) -> Tensor:
     """List :func:`block_of_token`, then the place of each token in the order of causal attention: int32 [2, N]."""
-    places = blocks.order(_CPU).argsort()
-    return torch.stack([block_of_token(blocks, _CPU.device, first), places.int()]).to(device)
+    order = blocks.order(_CPU).argsort()
+    return torch.stack([block_of_token(blocks, _CPU.device, first), order.int()]).to(device)
 
 
 @cached_tables

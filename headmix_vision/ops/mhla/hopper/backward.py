@@ -25,8 +25,8 @@ from headmix_vision.ops.mhla.hopper.tiles import (
     feature_gradient,
     features,
     later,
-    leave_earlier,
     load_rows,
+    mask_later,
     opaque_zero,
     orders,
     point_to_rows,
@@ -209,7 +209,7 @@ def _tile(
 
     order = orders(blocks, 0, t * BQ, N, k_parts[0].shape[1], BQ, CAUSAL)
     s, dp, w = warpgroup_mma_wait(0, [s, dp, w])
-    s, w = leave_earlier(s, w, order)
+    s, w = mask_later(s, w, order)
     sums = dm_prefix
     if PREFIX != 0:
         sums = (_add_prefix(dm_prefix[0], s, dp, shifts[SLOT], t, PREFIX, NORMALIZER),)
@@ -222,7 +222,7 @@ def _tile(
         ROWS: gl.constexpr = k_parts[0].shape[1]
         order = orders(blocks, ROWS, t * BQ, N, ROWS, BQ, CAUSAL)
         s, dp, w = warpgroup_mma_wait(0, [s, dp, w])
-        s, w = leave_earlier(s, w, order)
+        s, w = mask_later(s, w, order)
         if PREFIX != 0:
             sums = sums + (_add_prefix(dm_prefix[1], s, dp, shifts[SLOT], t, PREFIX, NORMALIZER),)
         left = weigh(s, dp, w, shifts[SLOT], d_scores[1].index(0).slice(SLOT * BQ, BQ, 0), NORMALIZER)

@@ -55,7 +55,7 @@ def _kernels() -> Kernels | None:
 
 
 _left_out = False
-CAUSAL = False  # take causal attention, too: no GPU has run that form yet
+CAUSAL = False  # take causal attention, too, after `forget_plans`: no GPU has run that form yet
 
 
 def leave_out(error: KernelFailed, settings: Settings) -> None:
@@ -148,7 +148,7 @@ def _backward_tiles(q: Layout, settings: Settings) -> tuning.Tiles | None:
 
 
 class BackwardPlan(NamedTuple):
-    """The launch for all gradients, the block of each token, and shapes of float32 tensors.
+    """The launch for all gradients, the table of tokens, and shapes of float32 tensors.
 
     Attributes:
         parts: of the gradient of the mixing.

@@ -169,7 +169,7 @@ def orders(tokens, first_key, first_query, N, KEYS: gl.constexpr, QUERIES: gl.co
 
 
 @gluon.jit
-def leave_earlier(s, w, order):
+def mask_later(s, w, order):
     """Clear scores and weights of keys after the query, in causal attention."""
     if len(order) == 0:
         return s, w

@@ -28,8 +28,8 @@ from headmix_vision.ops.mhla.hopper.tiles import (
     feature_gradient,
     features,
     later,
-    leave_earlier,
     load_rows,
+    mask_later,
     opaque_zero,
     orders,
     point_to_rows,
@@ -284,7 +284,7 @@ def _tile(
             )
         order = orders(blocks, (first_part + part) * ROWS, t * BQ, N, ROWS, BQ, CAUSAL)
         s, dp, w = warpgroup_mma_wait(0, [s, dp, w])
-        s, w = leave_earlier(s, w, order)
+        s, w = mask_later(s, w, order)
         left = weigh(s, dp, w, shifts[SLOT], d_scores[part].index(0).slice(PLACE * BQ, BQ, 0), NORMALIZER)
         current = _accumulate(left, q_tile, g_tile, e_tiles.index(t + z), sums[part])
         if part + 1 < len(k_parts):
@@ -433,7 +433,7 @@ def gluon_wide_backward_kernel(
 
     ``d_mixing`` [programs, passes, MB, MB], or [B, passes, H, MB, MB], are parts of the gradient of the mixing.
     ``scratch`` is [programs, padded tokens, WIDTH + TAIL + MB]. With AHEAD, keys and values are copied while the pass
-    before computes.
+    before computes. ``blocks`` [N], if CAUSAL [2, N], then holds the places of tokens in the order, too.
     """
     WARPS: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = min(KEYS, 16 * WARPS)  # keys that are computed at a time
