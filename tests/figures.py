@@ -580,9 +580,9 @@ CLAIMS = (
     ),
     Claim(
         "benchmarks/README.md",
-        r"1,024 px, batch 32: MHLA trains at #x of softmax and #x of timm's, linear attention at #x\. Inference runs at #x "
-        r"of softmax and #x of timm's\. At 384 px, batch 256, MHLA trains at #x of softmax and #x of timm's, linear "
-        r"attention at #x; .* spread by # %",
+        r"1,024 px, batch 32: MHLA trains at #x of softmax and #x of timm's, linear attention at #x\. Inference runs "
+        r"at #x of softmax and #x of timm's\. At 384 px, batch 256, MHLA trains at #x of softmax and #x of timm's, "
+        r"linear attention at #x; .* spread by # %",
         lambda: [
             *sized("1024", "32", "train"),
             *sized("1024", "32", "inference")[:2],
