@@ -139,23 +139,6 @@ def test_normalizers_and_feature_maps_of_wide_heads(launched, tokens, dim, norma
     assert launched == WIDE
 
 
-@pytest.mark.parametrize(
-    ("grid", "block_grid", "prefix", "dim", "normalizer", "per_head"),
-    [
-        ((8, 16), (4, 4), 0, 64, "source_block", False),
-        ((12, 12), (4, 8), 0, 80, None, True),
-        ((14, 14), (4, 4), 1, 64, "paper", True),
-    ],
-)
-def test_causal(launched, monkeypatch, grid, block_grid, prefix, dim, normalizer, per_head):
-    """Tokens lie in raster order, and see those that come before them block by block."""
-    monkeypatch.setattr(gluon_launch, "CAUSAL", True)
-    blocks = TokenBlocks.from_grid(grid, block_grid, prefix)
-    options = {"normalizer": normalizer, "causal": True}
-    check(blocks, options, dim=dim, value_dim=dim, per_head=per_head)
-    assert launched == (KERNELS if dim == 64 else WIDE)
-
-
 def test_cost_model_is_told_where_they_run(launched):
     """One block of 256 tokens is fastest as pairs with these kernels alone, on an H200."""
     blocks = TokenBlocks.from_grid((16, 16), (1, 1))
