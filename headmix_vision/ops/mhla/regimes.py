@@ -65,20 +65,17 @@ def cost(constants: Sequence[float], terms: Sequence[float]) -> float:
     return sum(a * b for a, b in zip(constants, terms, strict=True))
 
 
-def _causal(blocks: TokenBlocks, dim: int, value_dim: int, on_hopper: bool) -> tuple[float, float]:
+def _causal(blocks: TokenBlocks, dim: int, value_dim: int) -> tuple[float, float]:
     """Estimate both regimes of causal attention from the same constants, by counting.
 
     On an H200 the faster one was chosen at every shape of ``benchmarks/bench_mhla.py --causal --shapes model``.
 
-    Portable pairwise kernels compute half of all pairs, the Gluon kernels all of them. Summary kernels compute half of
-    those in each part of a block besides.
+    Pairwise kernels compute half of all pairs, and summary kernels half of those in each part of a block besides.
     """
     entries, products, pairs, _ = pairwise_terms(blocks, dim, value_dim)
     own = products * min(blocks.max_block_size, PART_TOKENS) / blocks.num_tokens
     summary = cost(SUMMARY_NS, summary_terms(blocks, dim, value_dim))
-    on_hopper = on_hopper and fits_hopper(blocks, dim, value_dim)
-    pairwise = pairwise_terms(blocks, dim, value_dim, True) if on_hopper else (entries, products / 2, pairs, 0.0)
-    return cost(PAIRWISE_NS, pairwise), summary + cost(PAIRWISE_NS, (0, own / 2, 0, 0))
+    return cost(PAIRWISE_NS, (entries, products / 2, pairs, 0)), summary + cost(PAIRWISE_NS, (0, own / 2, 0, 0))
 
 
 def choose(pairwise_ns: float, summary_ns: float) -> str:
@@ -88,7 +85,7 @@ def choose(pairwise_ns: float, summary_ns: float) -> str:
 def choose_regime(blocks: TokenBlocks, dim: int, value_dim: int, causal: bool = False, on_hopper: bool = False) -> str:
     """Return "pairwise" or "summary", whichever is estimated faster; ``on_hopper``: where the Gluon kernels run."""
     if causal:
-        return choose(*_causal(blocks, dim, value_dim, on_hopper))
+        return choose(*_causal(blocks, dim, value_dim))
     return choose(
         cost(PAIRWISE_NS, pairwise_terms(blocks, dim, value_dim, on_hopper)),
         cost(SUMMARY_NS, summary_terms(blocks, dim, value_dim)),

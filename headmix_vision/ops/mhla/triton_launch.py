@@ -76,13 +76,6 @@ def block_of_token(blocks: TokenBlocks, device: torch.device, first: int = 0) ->
 
 
 @cached_tables
-def order_of_token(blocks: TokenBlocks, device: torch.device, first: int = 0) -> Tensor:
-    """List :func:`block_of_token`, then the place of each token in the order of causal attention: int32 [2, N]."""
-    order = blocks.order(_CPU).argsort()
-    return torch.stack([block_of_token(blocks, _CPU.device, first), order.int()]).to(device)
-
-
-@cached_tables
 def parts(blocks: TokenBlocks, split: int, device: torch.device) -> Tensor:
     """Cut the tokens of each block into ``split`` parts, -1 where there is none: int32 [C = M * split, tokens]."""
     tokens = blocks.tables(_CPU).tokens

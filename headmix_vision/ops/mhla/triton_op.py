@@ -69,7 +69,7 @@ def plan_triton(
         regime = "summary"  # linear for all sizes, of which one program cannot choose
     if regime is None:
         shape = settings.blocks, q.shape[-1], v.shape[-1]
-        on_hopper = fits_hopper(*shape) and serve(q.dtype, q.device, settings.causal, fallback)
+        on_hopper = not settings.causal and fits_hopper(*shape) and serve(q.dtype, q.device, fallback)
         regime = choose_regime(*shape, settings.causal, on_hopper)
     settings = settings._replace(regime=regime)
     return partial(mhla_triton, settings=settings, packed=tuple(settings.pack()))

@@ -25,6 +25,7 @@ from headmix_vision.ops.mhla.triton_launch import (
     Forward,
     Gradients,
     Places,
+    block_of_token,
     choose_tiles,
     kernel_constants,
     key_gradients,
@@ -525,7 +526,7 @@ class ForwardPlan(NamedTuple):
 @planned
 def _pairwise_forward(q: Layout, k: Layout, v: Layout, mixing: Layout, settings: Settings) -> ForwardPlan:
     if hopper.takes_forward(q, k, v, settings):
-        table = hopper.table_of_tokens(settings, q.device)
+        table = block_of_token(settings.blocks, q.device)
         return ForwardPlan(lambda mixing: mixing, table, hopper.forward_launch(q, k, v, mixing, settings), True)
     B, N, H, D = q.shape
     resident = is_resident(max(D, v.shape[-1]), N, q.dtype, settings.causal)

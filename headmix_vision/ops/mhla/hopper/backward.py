@@ -26,9 +26,7 @@ from headmix_vision.ops.mhla.hopper.tiles import (
     features,
     later,
     load_rows,
-    mask_later,
     opaque_zero,
-    orders,
     point_to_rows,
     product_layout,
     rotate,
@@ -187,9 +185,9 @@ def _copy_ahead(t, head, next_head, B, q_raw, g_raw, q, d_out, N, TILES: gl.cons
 
 @gluon.jit
 def _tile(
-    t, head, next_head, B, memory, dv, dk, dm, dm_prefix, q, out, d_out, inverse, d_scale, blocks, N, H, eps,
+    t, head, next_head, B, memory, dv, dk, dm, dm_prefix, q, out, d_out, inverse, d_scale, N, H, eps,
     TILES: gl.constexpr, SLOT: gl.constexpr, ALONE: gl.constexpr, PREFIX: gl.constexpr, NORMALIZER: gl.constexpr,
-    FEATURE_MAP: gl.constexpr, CAUSAL: gl.constexpr,
+    FEATURE_MAP: gl.constexpr,
 ):  # fmt: skip
     """Add a tile of queries to the gradients of keys, values and mixing, and prepare the next tile.
 
@@ -207,9 +205,7 @@ def _tile(
     )
     _copy_ahead(t, head, next_head, B, q_raw, g_raw, q, d_out, N, TILES, SLOT, ALONE)
 
-    order = orders(blocks, 0, t * BQ, N, k_parts[0].shape[1], BQ, CAUSAL)
     s, dp, w = warpgroup_mma_wait(0, [s, dp, w])
-    s, w = mask_later(s, w, order)
     sums = dm_prefix
     if PREFIX != 0:
         sums = (_add_prefix(dm_prefix[0], s, dp, shifts[SLOT], t, PREFIX, NORMALIZER),)
@@ -219,10 +215,7 @@ def _tile(
         first = _finish(first, left)  # gives registers back
         z = opaque_zero()
         s, dp, w = _scores(k_parts[1].index(z), v_parts[1].index(z), e_parts, 1 + z, q_tile, g_tile, m_tile)
-        ROWS: gl.constexpr = k_parts[0].shape[1]
-        order = orders(blocks, ROWS, t * BQ, N, ROWS, BQ, CAUSAL)
         s, dp, w = warpgroup_mma_wait(0, [s, dp, w])
-        s, w = mask_later(s, w, order)
         if PREFIX != 0:
             sums = sums + (_add_prefix(dm_prefix[1], s, dp, shifts[SLOT], t, PREFIX, NORMALIZER),)
         left = weigh(s, dp, w, shifts[SLOT], d_scores[1].index(0).slice(SLOT * BQ, BQ, 0), NORMALIZER)
@@ -337,14 +330,13 @@ def gluon_backward_kernel(
     q_n: gl.constexpr, k_n: gl.constexpr, v_n: gl.constexpr, o_n: gl.constexpr, g_n: gl.constexpr,
     N: gl.constexpr, H: gl.constexpr, M: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, MB: gl.constexpr,
     PACK: gl.constexpr, PER_HEAD: gl.constexpr, NORMALIZER: gl.constexpr, FEATURE_MAP: gl.constexpr,
-    VALUES_AHEAD: gl.constexpr, PREFIX: gl.constexpr, CAUSAL: gl.constexpr,
+    VALUES_AHEAD: gl.constexpr, PREFIX: gl.constexpr,
 ):  # fmt: skip
     """Run as many programs as a GPU holds at a time, of more than BQ tokens; strides of rows come divided by 8.
 
     With VALUES_AHEAD the next head's values are copied while this one's are used, to memory that others leave free.
     Where PREFIX is not zero, that many tokens in front are a block of their own beside 16 others, and ``blocks`` names
     it last: only its keys are among those of the products for the gradient of the mixing, its queries are summed apart.
-    ``blocks`` [N], if CAUSAL [2, N], then holds the places of tokens in the order, too.
 
     ``d_mixing`` [programs or heads, MB, MB] are parts of the gradient of the mixing.
     """
@@ -425,8 +417,7 @@ def gluon_backward_kernel(
             for t in gl.static_range(GROUP):
                 dv, dk, dm, dm_prefix = _tile(
                     GROUP * group + t, head, next_head, B, memory, dv, dk, dm, dm_prefix, q, out, d_out, inverse,
-                    d_scale, blocks, N, H, eps, TILES, t, False, PREFIX if t == 0 else 0, NORMALIZER, FEATURE_MAP,
-                    CAUSAL,
+                    d_scale, N, H, eps, TILES, t, False, PREFIX if t == 0 else 0, NORMALIZER, FEATURE_MAP,
                 )  # fmt: skip
             row = group * GROUP * BQ
             _query_gradients(
@@ -434,8 +425,8 @@ def gluon_backward_kernel(
             )  # fmt: skip
         if TILES % GROUP != 0:
             dv, dk, dm, dm_prefix = _tile(
-                TILES - 1, head, next_head, B, memory, dv, dk, dm, dm_prefix, q, out, d_out, inverse, d_scale, blocks,
-                N, H, eps, TILES, 0, True, 0, NORMALIZER, FEATURE_MAP, CAUSAL,
+                TILES - 1, head, next_head, B, memory, dv, dk, dm, dm_prefix, q, out, d_out, inverse, d_scale, N, H,
+                eps, TILES, 0, True, 0, NORMALIZER, FEATURE_MAP,
             )  # fmt: skip
             LAST: gl.constexpr = (TILES - 1) * BQ
             _query_gradients(

@@ -204,18 +204,12 @@ def _row_sums(x):
 
 @gluon.jit
 def _attend(queries, mixing_rows, k_mapped, v_rows, one_hot, stage, i, WIDTH: gl.constexpr, accumulators, denominator,
-            weighted, blocks, q_order, N, SUM: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
+            weighted, SUM: gl.constexpr):  # fmt: skip
     """Add one more tile of keys to numerators and denominators; the products with values stay under way."""
     scores, weights = _score(queries, mixing_rows, k_mapped, one_hot, i, WIDTH)
-    if CAUSAL:
-        key = i * KEYS + gl.arange(0, WIDTH, gl.SliceLayout(0, _product_layout(WIDTH, gl.num_warps())))
-        k_order = gl.load(blocks + N + key, mask=key < N, other=0)
     scores, weights = warpgroup_mma_wait(0, [scores, weights])
     accumulators = _finish(accumulators, weighted)
     scores *= weights
-    if CAUSAL:
-        q_order = gl.convert_layout(q_order, gl.SliceLayout(1, scores.type.layout))
-        scores = gl.where(k_order[None, :] <= q_order[:, None], scores, 0.0)
     if SUM:
         if WIDTH == KEYS:
             denominator += scores
@@ -250,13 +244,12 @@ def gluon_forward_kernel(
     q_b, q_h, k_b, k_h, v_b, v_h, mixing_h, mixing_i, mixing_j, heads, H, eps,
     Q_N: gl.constexpr, K_N: gl.constexpr, V_N: gl.constexpr, N: gl.constexpr, M: gl.constexpr, MB: gl.constexpr,
     D: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, DV: gl.constexpr, DV1: gl.constexpr, DV2: gl.constexpr,
-    NORMALIZER: gl.constexpr, FEATURE_MAP: gl.constexpr, PER_HEAD: gl.constexpr, CAUSAL: gl.constexpr,
+    NORMALIZER: gl.constexpr, FEATURE_MAP: gl.constexpr, PER_HEAD: gl.constexpr,
 ):  # fmt: skip
     """Fill ``out`` [B, N, H, Dv] and ``inverse`` [B, H, N]: 16 queries a warp, KEYS keys in a product.
 
     Strides of batch and heads come divided by 8; ``heads`` is B H. A column to spare in the padding of values holds
-    ones: its products are the denominators. ``blocks`` [N], if CAUSAL [2, N], then holds the places of tokens in the
-    order, too.
+    ones: its products are the denominators.
     """
     ONES: gl.constexpr = NORMALIZER == "paper" and DV < DV1 + DV2
     SUM: gl.constexpr = NORMALIZER == "paper" and not ONES
@@ -278,10 +271,6 @@ def gluon_forward_kernel(
     if not PER_HEAD:
         _store_mixing(mixing_rows, blocks, mixing, mixing_i, mixing_j, N, M)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, _product_layout(64, gl.num_warps())))
-    if CAUSAL:
-        q_order = gl.load(blocks + N + row, mask=row < N, other=0)
-    else:
-        q_order = 0  # not read
 
     stage = 0
     for head in range(gl.program_id(0), heads, gl.num_programs(0)):
@@ -315,12 +304,12 @@ def gluon_forward_kernel(
         for i in range(N // KEYS):
             accumulators, denominator, weighted = _attend(
                 queries, mixing_rows, k_mapped, v_rows, one_hot, stage, i, KEYS, accumulators, denominator, weighted,
-                blocks, q_order, N, SUM, CAUSAL,
+                SUM,
             )  # fmt: skip
         if N % KEYS != 0:
             accumulators, denominator, weighted = _attend(
                 queries, mixing_rows, k_mapped, v_rows, one_hot, stage, N // KEYS, REST, accumulators, denominator,
-                weighted, blocks, q_order, N, SUM, CAUSAL,
+                weighted, SUM,
             )  # fmt: skip
         out_rows = _finish(accumulators, weighted)
         if NORMALIZER == "paper":

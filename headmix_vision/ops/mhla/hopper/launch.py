@@ -24,7 +24,6 @@ from headmix_vision.ops.mhla.triton_launch import (
     kernel_constants,
     mixing_strides,
     normalizer_name,
-    order_of_token,
     sum_leading,
 )
 from headmix_vision.ops.runtime import KernelFailed, Launch, Layout, alignment, forget_plans, is_recording, planned
@@ -54,25 +53,23 @@ def _kernels() -> Kernels | None:
     return Kernels(gluon_forward_kernel, gluon_backward_kernel, gluon_wide_backward_kernel)
 
 
-_left_out: set[bool] = set()  # of causal attention or of the other, after a kernel that did not compile
+_left_out = False
 
 
 def leave_out(error: KernelFailed, settings: Settings) -> None:
-    """Warn once that the portable kernels serve from now on, or raise where kernels were asked for by name.
-
-    Causal and other attention are other kernels: one that fails leaves those of the other in place.
-    """
+    """Warn once that the portable kernels serve from now on, or raise where kernels were asked for by name."""
+    global _left_out
     if not settings.fallback:
         raise error
     warn_once(f"{error}; {COST}.")
-    _left_out.add(settings.causal)
+    _left_out = True
     forget_plans()
 
 
 @constant_in_graphs
-def serve(dtype: torch.dtype, device: torch.device, causal: bool, fallback: bool) -> bool:
+def serve(dtype: torch.dtype, device: torch.device, fallback: bool) -> bool:
     """Return whether the kernels run on a device with inputs of a type: bf16 on a Hopper GPU."""
-    if INTERPRETED or (causal in _left_out and fallback) or dtype != torch.bfloat16:
+    if INTERPRETED or (_left_out and fallback) or dtype != torch.bfloat16:
         return False
     gpu = gpu_behind(device)
     memory = tuning.HOPPER_KB << 10
@@ -80,19 +77,15 @@ def serve(dtype: torch.dtype, device: torch.device, causal: bool, fallback: bool
 
 
 def _takes(settings: Settings, *rows: Layout) -> bool:
-    """Return whether the kernels take such rows: of one type, in whole 16 bytes."""
+    """Return whether the kernels take such rows: of one type, in whole 16 bytes; they are not causal."""
     return (
         not is_recording()
+        and not settings.causal
         and all(x.dtype == rows[0].dtype and x.strides[-1] == 1 for x in rows)
         and tuning.fits_hopper(settings.blocks, *(x.shape[-1] for x in rows))
         and alignment(*rows) == 8
-        and serve(rows[0].dtype, rows[0].device, settings.causal, settings.fallback)
+        and serve(rows[0].dtype, rows[0].device, settings.fallback)
     )
-
-
-def table_of_tokens(settings: Settings, device: torch.device, first: int = 0) -> Tensor:
-    """Return the table of tokens that the kernels read."""
-    return (order_of_token if settings.causal else block_of_token)(settings.blocks, device, first)
 
 
 def takes_forward(q: Layout, k: Layout, v: Layout, settings: Settings) -> bool:
@@ -115,7 +108,7 @@ def forward_launch(q: Layout, k: Layout, v: Layout, mixing: Layout, settings: Se
     warps = tuning.power_of_two(N, 64) // 16
     constants = dict(
         Q_N=q.strides[1], K_N=k.strides[1], V_N=v.strides[1], N=N, M=M, MB=tuning.power_of_two(M, 16),
-        PER_HEAD=len(mixing.shape) == 3, CAUSAL=settings.causal, num_warps=warps, maxnreg=128,
+        PER_HEAD=len(mixing.shape) == 3, num_warps=warps, maxnreg=128,
     ) | kernel_constants(q, v, settings, 8)  # fmt: skip
     for name in ("COMPUTE", "PRECISION", "ALIGN"):
         del constants[name]
@@ -148,7 +141,7 @@ def _backward_tiles(q: Layout, settings: Settings) -> tuning.Tiles | None:
 
 
 class BackwardPlan(NamedTuple):
-    """The launch for all gradients, the table of tokens, and shapes of float32 tensors.
+    """The launch for all gradients, the block of each token, and shapes of float32 tensors.
 
     Attributes:
         parts: of the gradient of the mixing.
@@ -178,7 +171,7 @@ def plan_backward(
     constants = dict(
         **{f"{name}_n": x.strides[1] // 8 for name, x in zip("qkvog", rows, strict=True)}, N=N, H=H, M=M, D=D,
         MB=num_blocks, PACK=pack, PER_HEAD=per_head, NORMALIZER=normalizer_name(settings),
-        FEATURE_MAP=settings.feature_map, CAUSAL=settings.causal, **tiles,
+        FEATURE_MAP=settings.feature_map, **tiles,
     )  # fmt: skip
     kernels = _kernels()
     assert kernels is not None
@@ -186,7 +179,7 @@ def plan_backward(
     passes = triton.cdiv(N, tiles["KEYS"])
     parts = ((B if per_head else programs) * passes, *mixing.shape[:-2], num_blocks, num_blocks)
     scratch = (programs, passes * tiles["KEYS"], tuning.HOPPER_WIDE_COLUMNS + num_blocks) if wide else None
-    blocks = table_of_tokens(settings, q.device, 1 if tiles.get("PREFIX") else 0)
+    blocks = block_of_token(settings.blocks, q.device, 1 if tiles.get("PREFIX") else 0)
     return BackwardPlan(launch, blocks, parts, scratch)
 
 

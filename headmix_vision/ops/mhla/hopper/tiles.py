@@ -153,32 +153,6 @@ def weigh(s, dp, w, shift, d_scores, NORMALIZER: gl.constexpr):
 
 
 @gluon.jit
-def orders(tokens, first_key, first_query, N, KEYS: gl.constexpr, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
-    """Load the places of the keys and queries of a tile [KEYS, QUERIES] in the order of causal attention, or none.
-
-    ``tokens`` [2, N] holds the block of each token, then its place.
-    """
-    if CAUSAL:
-        LAYOUT: gl.constexpr = product_layout(KEYS, QUERIES, gl.num_warps())
-        key = first_key + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
-        query = first_query + gl.arange(0, QUERIES, gl.SliceLayout(0, LAYOUT))
-        k_order = gl.load(tokens + N + key, mask=key < N, other=0)
-        return (k_order, gl.load(tokens + N + query, mask=query < N, other=0))
-    else:
-        return ()
-
-
-@gluon.jit
-def mask_later(s, w, order):
-    """Clear scores and weights of keys after the query, in causal attention."""
-    if len(order) == 0:
-        return s, w
-    else:
-        earlier = order[0][:, None] <= order[1][None, :]
-        return gl.where(earlier, s, 0.0), gl.where(earlier, w, 0.0)
-
-
-@gluon.jit
 def add_product(left, tile, total):
     operand = gl.convert_layout(left, gl.DotOperandLayout(0, total.type.layout, 2))
     return warpgroup_mma(operand, tile, total, is_async=True)

@@ -29,9 +29,7 @@ from headmix_vision.ops.mhla.hopper.tiles import (
     features,
     later,
     load_rows,
-    mask_later,
     opaque_zero,
-    orders,
     point_to_rows,
     product_layout,
     rows_of_head,
@@ -259,9 +257,8 @@ def _copy_keys(k_raw, v_raw, head, first, B, k, v, N, D: gl.constexpr):
 
 @gluon.jit
 def _tile(
-    t, head, next_head, first_part, B, memory, sums, q, out, d_out, inverse, d_scale, blocks, N, H, eps,
-    D: gl.constexpr, TILES: gl.constexpr, PLACE: gl.constexpr, NORMALIZER: gl.constexpr, FEATURE_MAP: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    t, head, next_head, first_part, B, memory, sums, q, out, d_out, inverse, d_scale, N, H, eps, D: gl.constexpr,
+    TILES: gl.constexpr, PLACE: gl.constexpr, NORMALIZER: gl.constexpr, FEATURE_MAP: gl.constexpr,
 ):  # fmt: skip
     """Add a tile of queries, at a place in its group, to the sums of each part of the keys, and prepare the next tile.
 
@@ -269,7 +266,6 @@ def _tile(
     """
     k_parts, v_parts, raw, q_tiles, g_tiles, shifts, d_scores, e_parts, e_tiles, m_tiles = memory
     BQ: gl.constexpr = raw[0][0].shape[0]
-    ROWS: gl.constexpr = e_parts.shape[1]
     SLOT: gl.constexpr = PLACE % 2
     NEXT: gl.constexpr = (PLACE + 1) % (q_tiles[1][0].shape[1] // BQ)
     added = ()
@@ -282,9 +278,7 @@ def _tile(
             b_inverse, token, rows = _copy_next(
                 t, head, next_head, B, raw, q, d_out, out, inverse, N, H, D, TILES, NEXT > 0, NORMALIZER
             )
-        order = orders(blocks, (first_part + part) * ROWS, t * BQ, N, ROWS, BQ, CAUSAL)
         s, dp, w = warpgroup_mma_wait(0, [s, dp, w])
-        s, w = mask_later(s, w, order)
         left = weigh(s, dp, w, shifts[SLOT], d_scores[part].index(0).slice(PLACE * BQ, BQ, 0), NORMALIZER)
         current = _accumulate(left, q_tile, g_tile, e_tiles.index(t + z), sums[part])
         if part + 1 < len(k_parts):
@@ -427,13 +421,13 @@ def gluon_wide_backward_kernel(
     q_n: gl.constexpr, k_n: gl.constexpr, v_n: gl.constexpr, o_n: gl.constexpr, g_n: gl.constexpr,
     N: gl.constexpr, H: gl.constexpr, M: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, BQ: gl.constexpr,
     MB: gl.constexpr, PACK: gl.constexpr, PER_HEAD: gl.constexpr, NORMALIZER: gl.constexpr,
-    FEATURE_MAP: gl.constexpr, AHEAD: gl.constexpr, CAUSAL: gl.constexpr,
+    FEATURE_MAP: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Take one head after the other; strides of rows come divided by 8.
 
     ``d_mixing`` [programs, passes, MB, MB], or [B, passes, H, MB, MB], are parts of the gradient of the mixing.
     ``scratch`` is [programs, padded tokens, WIDTH + TAIL + MB]. With AHEAD, keys and values are copied while the pass
-    before computes. ``blocks`` [N], if CAUSAL [2, N], then holds the places of tokens in the order, too.
+    before computes.
     """
     WARPS: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = min(KEYS, 16 * WARPS)  # keys that are computed at a time
@@ -507,7 +501,7 @@ def gluon_wide_backward_kernel(
                 for t in gl.static_range(GROUP):
                     sums = _tile(
                         GROUP * group + t, head, next_pass, turn * PARTS, B, memory, sums, q, out, d_out, inverse,
-                        d_scale, blocks, N, H, eps, D, TILES, t, NORMALIZER, FEATURE_MAP, CAUSAL,
+                        d_scale, N, H, eps, D, TILES, t, NORMALIZER, FEATURE_MAP,
                     )  # fmt: skip
                 row = group * GROUP * BQ
                 _query_gradients(
