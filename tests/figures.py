@@ -119,10 +119,12 @@ EMOJI, LARGE = f"{OF}/emoji/results.csv", f"{OF}/emoji/large.csv"
 DEMOS, DIGITS, RANK = f"{OF}/demos/results.csv", f"{OF}/digits/results.csv", f"{OF}/attention_matrices/rank.csv"
 MIXES, COMPRESS, COUNTING = (f"{OF}/{name}/results.csv" for name in ("head_mixes", "compress", "counting"))
 RECALL, RATES = f"{OF}/recall/results.csv", f"{OF}/stable_rates/results.csv"
-EMOJI_CLIPS, LONG_CLIPS = f"{OF}/animated_emoji/results.csv", f"{OF}/animated_emoji/long.csv"
+EMOJI_CLIPS, LONG_CLIPS, LATENT_CLIPS, STILLS = (
+    f"{OF}/animated_emoji/{name}.csv" for name in ("results", "long", "latents", "stills")
+)
 LONGER, REAL_CLIPS = ("softmax-cpe", "hybrid-cpe", "mhla-cpe", "linear-cpe"), "validation pictures"
 CLIPS, DISTILLED = f"{OF}/moving_digits/results.csv", f"{OF}/moving_digits/distilled.csv"
-CLOTHES = f"{OF}/fashion_mnist/recipe.csv"
+CLOTHES, CLOTHES_CORES = f"{OF}/fashion_mnist/recipe.csv", f"{OF}/fashion_mnist/cores.csv"
 SWAP, SWAP_EMOJI = f"{OF}/swap/fashion_mnist.csv", f"{OF}/swap/emoji.csv"
 JUDGES = f"{OF}/emoji_classifiers"
 
@@ -251,6 +253,11 @@ def clips(row: str, name: str, frames: int, way: str = "whole", **given: str) ->
 def longer(row: str, name: str) -> list[float]:
     """Return a score of animated emoji after 60 epochs and after 150."""
     return [cell(path, name, row=row, split="test") for path in (EMOJI_CLIPS, LONG_CLIPS)]
+
+
+def clothes(network: str) -> list[float]:
+    """Return mean and deviation of a network of Fashion-MNIST on the test split."""
+    return mean_and_deviation(CLOTHES_CORES, "test_top1_percent", variant=network)
 
 
 def faded(row: str) -> float:
@@ -582,11 +589,13 @@ CLAIMS = (
         "benchmarks/README.md",
         r"1,024 px, batch 32: MHLA trains at #x of softmax and #x of timm's, linear attention at #x\. Inference runs "
         r"at #x of softmax and #x of timm's\. At 384 px, batch 256, MHLA trains at #x of softmax and #x of timm's, "
-        r"linear attention at #x; .* spread by # %",
+        r"linear attention at #x\. Inference runs at #x and #x, linear attention at #x \(ec5d0bb7\)\. Windows spread "
+        r"by # %",
         lambda: [
             *sized("1024", "32", "train"),
             *sized("1024", "32", "inference")[:2],
             *sized("384", "256", "train"),
+            *sized("384", "256", "inference"),
             max(spreads("", COMPILED, size="1024") + spreads("", COMPILED, size="384")),
         ],
         MODELS,
@@ -1231,6 +1240,57 @@ CLAIMS = (
             *(longer(row, "nearer_percent")[0] for row in LONGER),
         ],
         LONG_CLIPS,
+    ),
+    Claim(
+        "experiments/animated_emoji/README.md",
+        r"FVD is # for linear attention, # for MHLA, # for the hybrid and # for softmax, with # for other real clips\. "
+        r"At 64 px in pixels the four had # to #\.",
+        lambda: [
+            *(cell(LATENT_CLIPS, "fvd", row=row, split="test") for row in (*LONGER[::-1], REAL_CLIPS)),
+            *sorted(longer(row, "fvd")[0] for row in LONGER)[::3],
+        ],
+        LATENT_CLIPS,
+    ),
+    Claim(
+        "experiments/animated_emoji/README.md",
+        r"as before: # for softmax and # for the hybrid, # for MHLA and # for linear attention, other real clips #\.",
+        lambda: [cell(LATENT_CLIPS, "loop", row=row, split="test") for row in (*LONGER, REAL_CLIPS)],
+        LATENT_CLIPS,
+    ),
+    Claim(
+        "experiments/animated_emoji/README.md",
+        r"where latents have #\.",
+        lambda: [cell(LATENT_CLIPS, "fvd", row="mhla-cpe", split="validation")],
+        LATENT_CLIPS,
+    ),
+    Claim(
+        "experiments/animated_emoji/README.md",
+        r"FVD rises from # to # for softmax and from # to # for MHLA",
+        lambda: [cell(path, "fvd", row=row, split="test") for row in LONGER[::2] for path in (EMOJI_CLIPS, STILLS)],
+        STILLS,
+    ),
+    Claim(
+        "experiments/animated_emoji/README.md",
+        r"held-out one are # and # % of the samples, where it was # and # %",
+        lambda: [
+            cell(path, "nearer_percent", row=row, split="test") for path in (STILLS, EMOJI_CLIPS) for row in LONGER[::2]
+        ],
+        STILLS,
+    ),
+    Claim(
+        "experiments/fashion_mnist/README.md",
+        r"by # and # points, with deviations of # to #\.",
+        lambda: [
+            *(clothes(a)[0] - clothes(b)[0] for a, b in (("mhla", "softmax"), ("softmax", "linear"))),
+            *sorted(clothes(core)[1] for core in ("mhla", "softmax", "linear"))[::2],
+        ],
+        CLOTHES_CORES,
+    ),
+    Claim(
+        "experiments/fashion_mnist/README.md",
+        r"CPE gives them # and # points",
+        lambda: [clothes(f"{core}+CPE")[0] - clothes(core)[0] for core in ("softmax", "linear")],
+        CLOTHES_CORES,
     ),
     Claim(
         "experiments/README.md",

@@ -1,4 +1,4 @@
-"""Table of models that draw animated emoji."""
+"""Tables of models that draw animated emoji."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ from experiments.emoji.report import quality
 from headmix_lab.drawing_tasks import TASKS, TEST
 from headmix_lab.tables import read_csv
 
-FOLDER = Path(__file__).parent
+FOLDER, TASK = Path(__file__).parent, TASKS["animated_emoji"]
 CLAIMS = {"results": "attention in models that draw animated emoji", "long": "four of them, trained 2.5 times as long"}
-TASK = TASKS["animated_emoji"]
+CLAIMS |= {"latents": "clips of 128 px, drawn as latents", "stills": "two models of clips, trained with stills"}
 TABLES = {
-    "animated_emoji": lambda: quality(read_csv(FOLDER / "results.csv", split=TEST), TASK),
-    "animated_emoji_long": lambda: quality(read_csv(FOLDER / "long.csv", split=TEST), TASK),
+    f"animated_emoji_{name}": lambda name=name: quality(read_csv(FOLDER / f"{name}.csv", split=TEST), TASK)
+    for name in CLAIMS
 }

@@ -369,11 +369,6 @@ class BaseModule(LightningModule):
             if grad is not None and grad is not self._copied_gradients.get(parameter):  # later batches add to the copy
                 parameter.grad = self._copied_gradients[parameter] = grad.clone()
 
-    def teardown(self, stage: str) -> None:
-        """Release CUDA graphs of several processes, which may hold collectives."""
-        if self.compile_net == "graphs" and self.trainer.world_size > 1:
-            release_graphs()
-
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the loss of the last batch and the learning rate, every `log_every_n_steps` steps.
 
