@@ -6,6 +6,8 @@ This file can be imported without Triton.
 from __future__ import annotations
 
 import math
+import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -241,6 +243,8 @@ class Launch:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler raises
+            if _was_interrupted(error):
+                return self._compile(tensors, compile_kernel)
             import triton
 
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -250,6 +254,16 @@ class Launch:
             raise KernelFailed(
                 f"{name} does not compile with triton {triton.__version__} on {gpu_behind(device).name}: {reason}"
             ) from error
+
+
+def _was_interrupted(error: Exception) -> bool:
+    """Return whether a signal to all processes of a command, such as Ctrl-C, has ended the assembler.
+
+    Training finishes its step after such a signal, and needs the kernel.
+    """
+    cause = error.__context__
+    signals = (-signal.SIGINT, -signal.SIGTERM)
+    return isinstance(cause, subprocess.CalledProcessError) and cause.returncode in signals
 
 
 def alignment(*tensors: Layout) -> int:

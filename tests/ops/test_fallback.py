@@ -1,5 +1,6 @@
 """Where a kernel does not compile, the next form serves under impl="auto", and an explicit one says so."""
 
+import subprocess
 import warnings
 
 import pytest
@@ -110,6 +111,31 @@ def test_the_pytorch_form_serves_and_is_named_once(broken, case, backward):
         _call(case, "auto")
     with pytest.raises(KernelFailed, match="_kernel does not compile with triton"):
         _call(case, "triton")
+
+
+@pytest.mark.parametrize("name", ["INT", "TERM"])
+def test_an_assembler_that_a_signal_ends_runs_again(monkeypatch, name):
+    """Ctrl-C and a scheduler's signal reach all processes of a command, and training finishes its step."""
+    commands = iter([f"kill -{name} $$", "true"])
+
+    class Interrupted(NoCompiler):
+        arg_names = ()
+
+        def __getitem__(self, grid):
+            def launch(*args, **options):
+                try:
+                    return subprocess.run(["sh", "-c", next(commands)], check=True)
+                except subprocess.CalledProcessError as error:  # as Triton does
+                    raise RuntimeError(f"`ptxas` failed with error code {error.returncode}") from error
+
+            return launch
+
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    launch = Launch(Interrupted("some_kernel"), (1,), (), {})
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(runtime, "gpu_behind", lambda device: hardware.INTERPRETER)
+        assert launch._compile_and_run((torch.ones(1),)).returncode == 0
+    assert list(commands) == []
 
 
 def test_compiled_graphs_fall_back_too(broken):
