@@ -19,7 +19,7 @@ from .test_processes import NO_RANDOMNESS, ROOT
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
 GLOBAL_BATCH = 16
 LONG = {"trainer__max_epochs": 12, "trainer__limit_train_batches": 40}
-KILLS = {"ddp": 4, "fsdp2": 6}
+KILLS = 4
 
 
 def ranks(job: subprocess.Popen[bytes]) -> list[int]:
@@ -83,7 +83,7 @@ def test_a_job_that_is_killed_at_any_moment_loses_nothing_that_was_saved(
         assert job.wait(timeout=300) == 0
     run_dir, chance, kills, saved = tmp_path / "run", random.Random(0), 0, 0
     last = run_dir / "checkpoints" / "last.ckpt"
-    while kills < KILLS[strategy]:
+    while kills < KILLS:
         with started(tmp_path, 2, *options, "--run_dir", run_dir) as job:
             for kind in ("rank", ("job", "signal")[kills // 2 % 2]):
                 wait_for_steps(job, run_dir / "metrics.csv")
