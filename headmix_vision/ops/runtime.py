@@ -239,12 +239,10 @@ class Launch:
         device = next(x.device for x in tensors if x is not None)
         try:
             with right_assembler() if gpu_behind(device).capability == (9, 0) else nullcontext():
-                return compile_kernel()
+                return _unless_interrupted(compile_kernel)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler raises
-            if _was_interrupted(error):
-                return self._compile(tensors, compile_kernel)
             import triton
 
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -256,14 +254,18 @@ class Launch:
             ) from error
 
 
-def _was_interrupted(error: Exception) -> bool:
-    """Return whether a signal to all processes of a command, such as Ctrl-C, has ended the assembler.
+def _unless_interrupted(compile_kernel: Callable[[], R]) -> R:
+    """Compile a kernel, once more if SIGINT or SIGTERM ended a compiler that Triton had started.
 
-    Training finishes its step after such a signal, and needs the kernel.
+    Ctrl-C and schedulers send them to all processes of a command, and training then finishes its step.
     """
-    cause = error.__context__
-    signals = (-signal.SIGINT, -signal.SIGTERM)
-    return isinstance(cause, subprocess.CalledProcessError) and cause.returncode in signals
+    try:
+        return compile_kernel()
+    except Exception as error:
+        ended = [x for x in (error, error.__context__) if isinstance(x, subprocess.CalledProcessError)]
+        if not any(x.returncode in (-signal.SIGINT, -signal.SIGTERM) for x in ended):
+            raise
+    return compile_kernel()
 
 
 def alignment(*tensors: Layout) -> int:

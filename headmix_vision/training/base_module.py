@@ -168,7 +168,8 @@ class BaseModule(LightningModule):
         seed: Seed of whatever is random in a step; the command line sets it to `seed_everything`.
         compile: Compile the network with `torch.compile`; with `blocks`, and where it is sharded, each block by itself,
             which takes less time; with `graphs` into CUDA graphs, against launch overhead: the whole network in one
-            process, each block in several, but not shards.
+            process, each block in several, but not shards. If you destroy the process group yourself, call
+            :func:`release_graphs` before.
         grad_checkpointing: Compute the blocks a second time in the backward pass, which saves memory.
 
     Attributes:
@@ -236,6 +237,7 @@ class BaseModule(LightningModule):
             by_blocks = True  # between them weights are gathered
         if mode and self.trainer.world_size > 1:
             by_blocks = True  # between them gradients are sent
+            atexit.unregister(release_graphs)  # of an earlier run
             atexit.register(release_graphs)  # runs before Lightning's handler, which destroys the process group
             if self.grad_checkpointing and self.trainer.state.fn == "fit":  # pytorch#154306
                 raise InputError(
