@@ -71,7 +71,8 @@ def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total_steps: int
 def release_graphs() -> None:
     """Release all CUDA graphs of compiled networks.
 
-    NCCL destroys a process group only after the graphs that hold its collectives.
+    NCCL destroys a process group only after the graphs that hold its collectives. Training with graphs on several
+    processes releases them when the process ends. Call this first if you destroy the group before.
     """
     torch.compiler.reset()
     gc.collect()
@@ -168,8 +169,7 @@ class BaseModule(LightningModule):
         seed: Seed of whatever is random in a step; the command line sets it to `seed_everything`.
         compile: Compile the network with `torch.compile`; with `blocks`, and where it is sharded, each block by itself,
             which takes less time; with `graphs` into CUDA graphs, against launch overhead: the whole network in one
-            process, each block in several, but not shards. If you destroy the process group yourself, call
-            :func:`release_graphs` before.
+            process, each block in several, but not shards.
         grad_checkpointing: Compute the blocks a second time in the backward pass, which saves memory.
 
     Attributes:
@@ -237,7 +237,6 @@ class BaseModule(LightningModule):
             by_blocks = True  # between them weights are gathered
         if mode and self.trainer.world_size > 1:
             by_blocks = True  # between them gradients are sent
-            atexit.unregister(release_graphs)  # of an earlier run
             atexit.register(release_graphs)  # runs before Lightning's handler, which destroys the process group
             if self.grad_checkpointing and self.trainer.state.fn == "fit":  # pytorch#154306
                 raise InputError(
