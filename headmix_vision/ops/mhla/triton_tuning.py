@@ -34,7 +34,7 @@ PAIRWISE_FORWARD = (
     Tiles(BQ=64, BK=32, num_warps=4),
 )
 PAIRWISE_BACKWARD_QUERY = (
-    Tiles(BQ=64, BK=64, num_warps=4, maxnreg=128),
+    Tiles(BQ=64, BK=64, num_warps=4, maxnreg=168),
     Tiles(BQ=64, BK=64, num_warps=4, maxnreg=168),
     Tiles(BQ=64, BK=32, num_warps=4),
     Tiles(BQ=64, BK=32, num_warps=4),
