@@ -58,6 +58,19 @@ def test_tensor_files_have_the_mode_of_any_file(umask: int, tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["a.safetensors"]
 
 
+def test_equal_tensors_and_texts_give_equal_files(tmp_path: Path) -> None:
+    texts = {"b": 'two words, "ä"\n', "a": "1", "d": "", "c": "\x7f"}
+    tensors = {"y": torch.arange(3), "x": torch.ones(2, 2)}
+    paths = [tmp_path / f"{number}.safetensors" for number in range(8)]
+    for path in paths:
+        write_tensors(path, tensors, texts)
+    assert len({path.read_bytes() for path in paths}) == 1
+    with open_tensors(paths[0]) as file:
+        assert texts.items() <= file.metadata().items()
+        assert file.get_tensor("y").equal(tensors["y"])
+    assert int.from_bytes(paths[0].read_bytes()[:8], "little") % 8 == 0
+
+
 def test_damaged_tensor_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     write_tensors(path, {"x": torch.ones(200)}, {})

@@ -172,13 +172,22 @@ def _names(folder: Path) -> list[str]:
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], *, hashed: bool = True) -> None:
     """Write tensors by name, and texts by name in the header, with the hash of both unless the tensors have their own.
 
+    Equal tensors and texts give equal files.
+
     Raises:
         OSError: If the file cannot be written.
     """
     # Not `save_file`: it makes a file that its owner alone may read, and leaves a temporary one when it is killed.
     texts = {**metadata, HASH: _sha256(metadata, tensors.items())} if hashed else metadata
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(save(tensors, texts))
+    data = memoryview(save(tensors, texts))
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(bytes(data[8:start]))
+    if texts:
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))  # `save` has them in any order
+    described = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    described += b" " * (-len(described) % 8)
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        file.writelines((len(described).to_bytes(8, "little"), described, data[start:]))
 
 
 @contextmanager
