@@ -23,6 +23,7 @@ DRAWN_IN = {
     "experiments/demos/curves.svg": "training/test_fit.py",
     "experiments/emoji/emoji.png": "experiments/test_emoji_models.py",
     "experiments/emoji/emoji_cores.png": "experiments/test_emoji_models.py",
+    "experiments/fashion_mnist/fashion_mnist_cores.png": "experiments/test_emoji_models.py",
     "experiments/emoji/large/emoji.png": "experiments/test_emoji_models.py",
     "experiments/emoji/large/emoji_neighbours.png": "experiments/test_emoji_models.py",
     "experiments/head_mixes/learned_iha.png": "analysis/test_mixing_command.py",

@@ -1,0 +1,89 @@
+"""Run a program on a Hopper GPU that stands in for an RTX 30, 40 or 50.
+
+    python -m headmix_lab.stand_in benchmarks.bench_mhla --shapes n196,deit --jobs 1
+
+Kernels are chosen and compiled as for such a card: the portable ones, products by `mma.sync` and not by Hopper's
+`wgmma`, and 99 KB of shared memory for a program. A multiprocessor holds as many programs as the 100 KB of such a card
+do. The registers and spilled bytes of kernels agree with those of `benchmarks/compile_kernels.py` for compute
+capability 8.9. Memory, clocks and the rate of products are Hopper's, and kernels of other libraries stay as they are.
+So times tell which of our kernels is better, not how fast the card is. The program works in one process.
+"""
+
+import argparse
+import multiprocessing.process
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from headmix_vision.console import OneLineParser, one_line_errors
+from headmix_vision.errors import InputError
+from headmix_vision.ops import hardware
+
+PROGRAM_KB, MULTIPROCESSOR_KB = 99, 100
+PROGRAMS = 24  # that a multiprocessor holds at most
+RESERVED_KB = 1  # of a multiprocessor's memory, for each program
+HOPPER_KB = 228  # of a multiprocessor; a program may have one less
+
+
+def padded(shared: int) -> int:
+    """Return the bytes of shared memory at which a Hopper multiprocessor holds as many programs as a card's.
+
+    Args:
+        shared: Bytes that the program needs.
+    """
+    programs = min(PROGRAMS, max(1, (MULTIPROCESSOR_KB << 10) // (shared + (RESERVED_KB << 10))))
+    most = (HOPPER_KB << 10) // programs - (RESERVED_KB << 10)
+    return max(shared, most // 128 * 128)
+
+
+def stand_in() -> None:
+    """Let kernels of this process be those of the card.
+
+    Raises:
+        InputError: There is no Hopper GPU.
+    """
+    device = torch.device("cuda")
+    here = hardware.find_gpu(device) if torch.cuda.is_available() else None
+    if here is None or here.capability != (9, 0):
+        raise InputError("a Hopper GPU can stand in for other cards, and there is none here")
+    from triton.compiler import CompiledKernel
+    from triton.compiler.compiler import make_backend
+
+    hardware.give_compilers_the_assembler()
+    os.environ["DISABLE_MMA_V3"] = "1"  # which Triton's cache of machine code heeds
+    card = here._replace(name=f"{here.name} in place of a card", capability=(8, 9), shared_memory=PROGRAM_KB << 10)
+    hardware.find_gpu = lru_cache(lambda device: card if device.type == "cuda" else None)
+    read = CompiledKernel.__init__
+
+    def read_and_pad(kernel: Any, *args: Any, **options: Any) -> None:
+        read(kernel, *args, **options)
+        kernel.metadata = kernel.metadata._replace(shared=padded(kernel.metadata.shared))
+        kernel.packed_metadata = make_backend(kernel.metadata.target).pack_metadata(kernel.metadata)
+
+    CompiledKernel.__init__ = read_and_pad
+
+    def refuse(process: Any) -> None:
+        raise InputError("another process would not stand in for the card: give --jobs 1")
+
+    processes: Any = multiprocessing.process.BaseProcess
+    processes.start = refuse
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("module", help="the program, a module of Python such as benchmarks.bench_hih")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    given = parser.parse_args(argv)
+    with one_line_errors():
+        stand_in()
+        sys.argv = [given.module, *given.arguments]
+        runpy.run_module(given.module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
