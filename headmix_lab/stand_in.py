@@ -1,12 +1,13 @@
 """Run a program on a Hopper GPU that stands in for an RTX 30, 40 or 50.
 
+    python -m headmix_lab.stand_in headmix_lab.tiles pairwise_forward --tokens 196
     python -m headmix_lab.stand_in benchmarks.bench_mhla --shapes n196,deit --jobs 1
 
-Kernels are chosen and compiled as for such a card: the portable ones, products by `mma.sync` and not by Hopper's
-`wgmma`, and 99 KB of shared memory for a program. A multiprocessor holds as many programs as the 100 KB of such a card
-do. The registers and spilled bytes of kernels agree with those of `benchmarks/compile_kernels.py` for compute
-capability 8.9. Memory, clocks and the rate of products are Hopper's, and kernels of other libraries stay as they are.
-So times tell which of our kernels is better, not how fast the card is. The program works in one process.
+Triton kernels are chosen and compiled as for such a card: the portable ones, products by `mma.sync` and not by Hopper's
+`wgmma`, and 99 KB of shared memory for a program. A multiprocessor holds as many programs as one of such a card, with
+its 100 KB, 48 warps and, but for RTX 30, 24 programs. Memory, clocks and the rate of products are Hopper's, and kernels
+that are not Triton's stay as they are. Compare times with each other: they do not predict the card's. The program must
+do all in one process; one that starts others by `torchrun` or as commands would run those as on Hopper.
 """
 
 import argparse
@@ -25,24 +26,25 @@ from headmix_vision.errors import InputError
 from headmix_vision.ops import hardware
 
 PROGRAM_KB, MULTIPROCESSOR_KB = 99, 100
-PROGRAMS = 24  # that a multiprocessor holds at most
+PROGRAMS, WARPS = 24, 48  # that a multiprocessor holds at most
 RESERVED_KB = 1  # of a multiprocessor's memory, for each program
 HOPPER_KB = 228  # of a multiprocessor; a program may have one less
 
 
-def padded(shared: int) -> int:
+def padded(shared: int, warps: int) -> int:
     """Return the bytes of shared memory at which a Hopper multiprocessor holds as many programs as a card's.
 
     Args:
-        shared: Bytes that the program needs.
+        shared: Bytes that the program needs, at most 99 KB.
+        warps: Warps of the program.
     """
-    programs = min(PROGRAMS, max(1, (MULTIPROCESSOR_KB << 10) // (shared + (RESERVED_KB << 10))))
+    programs = min(PROGRAMS, WARPS // warps, (MULTIPROCESSOR_KB << 10) // (shared + (RESERVED_KB << 10)))
     most = (HOPPER_KB << 10) // programs - (RESERVED_KB << 10)
     return max(shared, most // 128 * 128)
 
 
 def stand_in() -> None:
-    """Let kernels of this process be those of the card.
+    """Choose and compile the kernels of this process as for the card.
 
     Raises:
         InputError: There is no Hopper GPU.
@@ -53,22 +55,26 @@ def stand_in() -> None:
         raise InputError("a Hopper GPU can stand in for other cards, and there is none here")
     from triton.compiler import CompiledKernel
     from triton.compiler.compiler import make_backend
+    from triton.runtime.errors import OutOfResources
 
     hardware.give_compilers_the_assembler()
-    os.environ["DISABLE_MMA_V3"] = "1"  # which Triton's cache of machine code heeds
+    os.environ["DISABLE_MMA_V3"] = "1"  # a part of the key of Triton's cache
     card = here._replace(name=f"{here.name} in place of a card", capability=(8, 9), shared_memory=PROGRAM_KB << 10)
     hardware.find_gpu = lru_cache(lambda device: card if device.type == "cuda" else None)
     read = CompiledKernel.__init__
 
     def read_and_pad(kernel: Any, *args: Any, **options: Any) -> None:
         read(kernel, *args, **options)
-        kernel.metadata = kernel.metadata._replace(shared=padded(kernel.metadata.shared))
+        needed = kernel.metadata.shared
+        if needed > PROGRAM_KB << 10:
+            raise OutOfResources(needed, PROGRAM_KB << 10, "shared memory")
+        kernel.metadata = kernel.metadata._replace(shared=padded(needed, kernel.metadata.num_warps))
         kernel.packed_metadata = make_backend(kernel.metadata.target).pack_metadata(kernel.metadata)
 
     CompiledKernel.__init__ = read_and_pad
 
     def refuse(process: Any) -> None:
-        raise InputError("another process would not stand in for the card: give --jobs 1")
+        raise InputError("the program starts processes, which would not stand in for the card: give --jobs 1")
 
     processes: Any = multiprocessing.process.BaseProcess
     processes.start = refuse

@@ -1,12 +1,14 @@
-"""Time a Triton kernel with other tiles, numbers of warps and limits of registers than it has.
+"""Time a Triton kernel over choices of tiles, warps and limits of registers.
 
     python -m headmix_lab.tiles pairwise_backward_key --tokens 196
     python -m headmix_lab.stand_in headmix_lab.tiles scan --tokens 1024 --batch 16     # as on RTX 30, 40 and 50
 
 Each line is a choice: us of the kernel in a call, by PyTorch's profiler, and the largest difference from the results
-with the tiles that there are, relative to their size. Those are the line `now`. Inputs are random, in bfloat16. Tiles
-stand in `headmix_vision/ops/mhla/triton_tuning.py` and `headmix_vision/ops/head_in_head/triton_launch.py`. What a
-choice needs of each GPU is told by `python -m benchmarks.compile_kernels`.
+with the present tiles, relative to their size. The line `now` has the present tiles. Inputs are random, in bfloat16.
+`scan` is the forward and the backward scan of Head-in-Head, which share tiles. Pairwise kernels are the portable ones,
+on Hopper too. Tiles stand in `headmix_vision/ops/mhla/triton_tuning.py` and
+`headmix_vision/ops/head_in_head/triton_launch.py`. To see what a choice needs of each GPU, write it there and run
+`python -m benchmarks.compile_kernels --match KERNEL`.
 """
 
 import argparse
@@ -20,34 +22,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headmix_lab.measuring import open_device
 from headmix_vision.console import OneLineParser, one_line_errors
+from headmix_vision.errors import InputError
 from headmix_vision.ops import TokenBlocks, head_in_head, mhla
 from headmix_vision.ops.head_in_head import triton_launch
 from headmix_vision.ops.mhla import triton_tuning
-from headmix_vision.ops.runtime import KernelFailed, forget_plans
+from headmix_vision.ops.runtime import KernelFailed, Launch, forget_plans
 
 CALLS = 12  # that are timed, after two others
-WARPS, REGISTERS = (4, 8), (None, 128, 168)
+WARPS, REGISTERS = (2, 4, 8), (None, 128, 168)
 BLOCKS = 4  # along each side of the picture
+NEVER_KB = 1 << 20  # more shared memory than a GPU has: kernels that need it are not launched
 
 
 class Kernel(NamedTuple):
-    """Where the tiles of a kernel stand, and what may be tried.
+    """Where the tiles of a kernel stand, and what is tried.
 
     Attributes:
         place: Module of the tiles.
-        constant: Name of the tiles in the module: of one choice, or of a table with rows by head dim.
+        constants: Names of the tiles in the module: of one choice, or of a table with rows by head dim.
         sizes: Values to try of each entry.
         regime: How MHLA computes; Head-in-Head where it is empty.
         resident: Whether all keys, or queries, of a head are on chip.
+        also: Another kernel with the same tiles, which is timed with it.
     """
 
     place: Any
-    constant: str
+    constants: tuple[str, ...]
     sizes: dict[str, tuple[Any, ...]]
     regime: str = ""
     resident: bool = False
+    also: str = ""
 
 
 def _tiles(**sizes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
@@ -55,66 +60,74 @@ def _tiles(**sizes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
 
 
 _SIDES = _tiles(BQ=(32, 64, 128), BK=(32, 64, 128))
-_TOKENS = _tiles(BT=(32, 64, 128))
-_COLUMNS = {"num_warps": (1, 2, 4, 8), "num_stages": (1, 2, 3), "VALUES": (32, 64)}
+_TOKENS = _tiles(BT=(16, 32, 64, 128))
+_CHUNKS = {"num_warps": (1, 2, 4, 8), "num_stages": (1, 2, 3), "maxnreg": REGISTERS}
+_COLUMNS = {**_CHUNKS, "VALUES": (32, 64)}
 KERNELS = {
-    "resident_forward": Kernel(triton_tuning, "RESIDENT_FORWARD", _SIDES, "pairwise", True),
-    "pairwise_forward": Kernel(triton_tuning, "PAIRWISE_FORWARD", _SIDES, "pairwise"),
-    "pairwise_backward_query": Kernel(triton_tuning, "PAIRWISE_BACKWARD_QUERY", _SIDES, "pairwise"),
-    "pairwise_backward_key": Kernel(triton_tuning, "PAIRWISE_BACKWARD_KEY", _SIDES, "pairwise"),
-    "resident_backward_key": Kernel(triton_tuning, "RESIDENT_BACKWARD_KEY", _SIDES, "pairwise", True),
-    "summarize": Kernel(triton_tuning, "SUMMARIZE", _TOKENS, "summary"),
-    "apply": Kernel(triton_tuning, "APPLY", _TOKENS, "summary"),
-    "backward_query": Kernel(triton_tuning, "BACKWARD_QUERY", _TOKENS, "summary"),
-    "backward_key": Kernel(triton_tuning, "BACKWARD_KEY", _TOKENS, "summary"),
-    "prepare": Kernel(triton_launch, "PREPARE", {name: _COLUMNS[name] for name in ("num_warps", "num_stages")}),
-    "scan": Kernel(triton_launch, "SCAN", _COLUMNS),
-    "inputs_backward": Kernel(triton_launch, "INPUTS_BACKWARD", _COLUMNS),
+    "resident_forward": Kernel(triton_tuning, ("RESIDENT_FORWARD",), _SIDES, "pairwise", resident=True),
+    "pairwise_forward": Kernel(triton_tuning, ("PAIRWISE_FORWARD",), _SIDES, "pairwise"),
+    "pairwise_backward_query": Kernel(triton_tuning, ("PAIRWISE_BACKWARD_QUERY",), _SIDES, "pairwise"),
+    "pairwise_backward_key": Kernel(triton_tuning, ("PAIRWISE_BACKWARD_KEY",), _SIDES, "pairwise"),
+    "resident_backward_key": Kernel(triton_tuning, ("RESIDENT_BACKWARD_KEY",), _SIDES, "pairwise", resident=True),
+    "summarize": Kernel(triton_tuning, ("SUMMARIZE",), _TOKENS, "summary"),
+    "apply": Kernel(triton_tuning, ("APPLY",), _TOKENS, "summary"),
+    "backward_query": Kernel(triton_tuning, ("BACKWARD_QUERY", "BACKWARD_QUERY_LONG"), _TOKENS, "summary"),
+    "backward_key": Kernel(triton_tuning, ("BACKWARD_KEY",), _TOKENS, "summary"),
+    "prepare": Kernel(triton_launch, ("PREPARE",), _CHUNKS),
+    "scan": Kernel(triton_launch, ("SCAN", "CROWDED_SCAN"), _COLUMNS, also="scan_backward"),
+    "inputs_backward": Kernel(triton_launch, ("INPUTS_BACKWARD",), _COLUMNS),
 }
 
 
 def choices(kernel: Kernel) -> Iterator[dict[str, Any]]:
-    """Yield what may be tried, without the entries that are None."""
+    """Yield what is tried, without the entries that are None."""
     for values in itertools.product(*kernel.sizes.values()):
         yield {name: value for name, value in zip(kernel.sizes, values, strict=True) if value is not None}
 
 
 @contextmanager
 def chosen(kernel: Kernel, dim: int, tiles: dict[str, Any] | None) -> Iterator[None]:
-    """Let the kernel have these entries beside those of its tiles that are not tried, or all that it has."""
+    """Give the kernel these tiles, beside entries that are not tried; None keeps its own."""
+
+    def replaced(now: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in now.items() if name not in kernel.sizes} | (tiles or {})
+
     with ExitStack() as stack:
-        if kernel.regime == "pairwise" and not kernel.resident:
-            stack.enter_context(mock.patch.object(triton_tuning, "RESIDENT_TOKENS", 0))
-        if tiles is not None:
-            now = getattr(kernel.place, kernel.constant)
+        stack.callback(forget_plans)  # when all is as it was
+
+        def put(name: str, value: Any, place: Any = triton_tuning) -> None:
+            stack.enter_context(mock.patch.object(place, name, value))
+
+        if kernel.regime == "pairwise":
+            put("HOPPER_KB", NEVER_KB)
+            put("RESIDENT_BACKWARD_KB", 0 if kernel.resident else NEVER_KB)
+            if not kernel.resident:
+                put("RESIDENT_TOKENS", 0)
+        for name in kernel.constants if tiles is not None else ():
+            now = getattr(kernel.place, name)
             if isinstance(now, tuple):
                 row = 0 if dim <= 64 else 1 if dim < 128 else 2
-                rest = {name: value for name, value in now[row].items() if name not in kernel.sizes}
-                new: Any = (*now[:row], rest | tiles, *now[row + 1 :])
+                put(name, (*now[:row], replaced(now[row]), *now[row + 1 :]))
             else:
-                new = {name: value for name, value in now.items() if name not in kernel.sizes} | tiles
-            stack.enter_context(mock.patch.object(kernel.place, kernel.constant, new))
-            if kernel.constant == "SCAN":  # many heads have it with other stages
-                stack.enter_context(mock.patch.object(kernel.place, "CROWDED_SCAN", new))
+                put(name, replaced(now), kernel.place)
         forget_plans()
         yield
-    forget_plans()
 
 
 def make_call(kernel: Kernel, given: argparse.Namespace, device: torch.device) -> Callable[[], list[Tensor]]:
     """Draw inputs, and return a call that gives the output and all gradients."""
     draw = torch.Generator(device).manual_seed(0)
-    side = int(given.tokens**0.5)
     sizes = (given.batch, given.tokens, 3, given.heads, given.dim)
     q, k, v = torch.randn(sizes, generator=draw, device=device, dtype=torch.bfloat16).unbind(2)
     if kernel.regime:
-        blocks = TokenBlocks.from_grid((side, given.tokens // side), (BLOCKS, BLOCKS))
-        given_inputs = [q, k, v, torch.rand(blocks.num_blocks, blocks.num_blocks, generator=draw, device=device)]
+        height = next(side for side in range(int(given.tokens**0.5), 0, -1) if given.tokens % side == 0)
+        blocks = TokenBlocks.from_grid((height, given.tokens // height), (min(BLOCKS, height), BLOCKS))
+        drawn = [q, k, v, torch.rand(blocks.num_blocks, blocks.num_blocks, generator=draw, device=device)]
     else:
         beta, decay = torch.rand(2, *sizes[:2], given.heads, generator=draw, device=device).bfloat16()
         rows = F.normalize(torch.randn(given.heads, given.r, given.r, generator=draw, device=device), dim=-1)
-        given_inputs = [F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, beta, -decay, rows @ rows.mT]
-    inputs: list[Any] = [x.detach().requires_grad_() for x in given_inputs]
+        drawn = [F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, beta, -decay, rows @ rows.mT]
+    inputs: list[Any] = [x.detach().requires_grad_() for x in drawn]
     d_out = torch.randn(sizes[:2] + sizes[3:], generator=draw, device=device, dtype=torch.bfloat16)
 
     def call() -> list[Tensor]:
@@ -128,8 +141,22 @@ def make_call(kernel: Kernel, given: argparse.Namespace, device: torch.device) -
     return call
 
 
-def time_us(call: Callable[[], object], name: str) -> float:
-    """Time a kernel, in us of a call."""
+@contextmanager
+def launches() -> Iterator[dict[str, dict[str, Any]]]:
+    """Note the constants of each kernel that is launched, by its name."""
+    found: dict[str, dict[str, Any]] = {}
+    run = Launch.__call__
+
+    def note(launch: Launch, *tensors: Tensor | None) -> None:
+        found[launch.kernel.__name__] = launch.constants
+        run(launch, *tensors)
+
+    with mock.patch.object(Launch, "__call__", note):
+        yield found
+
+
+def time_us(call: Callable[[], object], names: Sequence[str]) -> float:
+    """Time kernels, in us of a call."""
     for _ in range(2):
         call()
     torch.cuda.synchronize()
@@ -137,8 +164,7 @@ def time_us(call: Callable[[], object], name: str) -> float:
         for _ in range(CALLS):
             call()
         torch.cuda.synchronize()
-    found = [event.self_device_time_total for event in profile.key_averages() if event.key == f"{name}_kernel"]
-    return sum(found) / CALLS
+    return sum(event.self_device_time_total for event in profile.key_averages() if event.key in names) / CALLS
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -152,20 +178,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--r", type=int, default=4, help="sub-heads of Head-in-Head (%(default)s)")
     given = parser.parse_args(argv)
     with one_line_errors():
-        kernel, device = KERNELS[given.kernel], open_device("cuda")
+        if not torch.cuda.is_available():
+            raise InputError("there is no CUDA device here to time kernels on")
+        kernel, device = KERNELS[given.kernel], torch.device("cuda")
+        names = [f"{name}_kernel" for name in (given.kernel, kernel.also) if name]
         call, expected = make_call(kernel, given, device), None
         for tiles in (None, *choices(kernel)):
             name = "now" if tiles is None else ", ".join(f"{entry} {value}" for entry, value in tiles.items())
             with chosen(kernel, given.dim, tiles):
                 try:
-                    found = [x.double() for x in call()]
-                    us = time_us(call, given.kernel)
+                    with launches() as launched:
+                        found = [x.double() for x in call()]
+                    used = launched.get(names[0])
+                    if used is None or any(used.get(entry) != value for entry, value in (tiles or {}).items()):
+                        print(f"{name}: not launched so", flush=True)
+                        continue
+                    us = time_us(call, names)
                 except (KernelFailed, RuntimeError) as error:  # no such tiles, or not enough memory for them
                     print(f"{name}: {str(error)[:160]}", flush=True)
                     continue
             expected = expected or found
-            off = max(((x - y).norm() / y.norm()).item() for x, y in zip(found, expected, strict=True))
-            print(f"{us:8.1f} us  off by {off:.1e}  {name}" if us else f"{name}: not launched", flush=True)
+            off = torch.stack([(x - y).norm() / y.norm() for x, y in zip(found, expected, strict=True)]).max()
+            print(f"{us:8.1f} us  off by {off.item():.1e}  {name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,9 @@ def test_equal_tensors_and_texts_give_equal_files(tmp_path: Path) -> None:
         assert texts.items() <= file.metadata().items()
         assert file.get_tensor("y").equal(tensors["y"])
     assert int.from_bytes(paths[0].read_bytes()[:8], "little") % 8 == 0
+    write_tensors(paths[0], {}, {}, hashed=False)
+    with open_tensors(paths[0]) as file:
+        assert not [*file.keys()]
 
 
 def test_damaged_tensor_files_are_named(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     """
     # Not `save_file`: it makes a file that its owner alone may read, and leaves a temporary one when it is killed.
     texts = {**metadata, HASH: _sha256(metadata, tensors.items())} if hashed else metadata
-    data = memoryview(save(tensors, texts))
+    data = memoryview(save(tensors, texts or None))
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(bytes(data[8:start]))
     if texts:
