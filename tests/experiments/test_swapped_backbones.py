@@ -79,6 +79,8 @@ def test_fashion_mnist_is_drawn_in_place_of_emoji(tmp_path: Path, monkeypatch: p
 @pytest.mark.timeout(1200)
 def test_students_are_trained_and_scored(teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "x.csv"
+    (tmp_path / "maps").mkdir()
+    (tmp_path / "maps" / "README.md").touch()  # beside other files
     places = ("--runs", tmp_path / "runs", "--pictures", tmp_path / "maps", "--rows", "hybrid")
     comparison.main(given(teacher, out, *places))
     rows = list(csv.DictReader(out.read_text().splitlines()))
