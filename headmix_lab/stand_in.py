@@ -24,11 +24,10 @@ import torch
 from headmix_vision.console import OneLineParser, one_line_errors
 from headmix_vision.errors import InputError
 from headmix_vision.ops import hardware
+from headmix_vision.ops.mhla.triton_tuning import HOPPER_KB, programs_that_fit
 
-PROGRAM_KB, MULTIPROCESSOR_KB = 99, 100
+PROGRAM_KB = 99
 PROGRAMS, WARPS = 24, 48  # that a multiprocessor holds at most
-RESERVED_KB = 1  # of a multiprocessor's memory, for each program
-HOPPER_KB = 228  # of a multiprocessor; a program may have one less
 
 
 def padded(shared: int, warps: int) -> int:
@@ -38,8 +37,8 @@ def padded(shared: int, warps: int) -> int:
         shared: Bytes that the program needs, at most 99 KB.
         warps: Warps of the program.
     """
-    programs = min(PROGRAMS, WARPS // warps, (MULTIPROCESSOR_KB << 10) // (shared + (RESERVED_KB << 10)))
-    most = (HOPPER_KB << 10) // programs - (RESERVED_KB << 10)
+    programs = min(PROGRAMS, WARPS // warps, programs_that_fit(shared, PROGRAM_KB << 10))
+    most = (HOPPER_KB + 1 << 10) // programs - 1024  # a multiprocessor keeps 1 KB for each program
     return max(shared, most // 128 * 128)
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headmix_vision.console import OneLineParser, one_line_errors
-from headmix_vision.errors import InputError
+from headmix_vision.errors import InputError, check_counts
 from headmix_vision.ops import TokenBlocks, head_in_head, mhla
 from headmix_vision.ops.head_in_head import triton_launch
 from headmix_vision.ops.mhla import triton_tuning
@@ -86,10 +86,13 @@ def choices(kernel: Kernel) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def chosen(kernel: Kernel, dim: int, tiles: dict[str, Any] | None) -> Iterator[None]:
+def chosen(kernel: Kernel, tiles: dict[str, Any] | None) -> Iterator[None]:
     """Give the kernel these tiles, beside entries that are not tried; None keeps its own."""
 
-    def replaced(now: dict[str, Any]) -> dict[str, Any]:
+    def replaced(now: Any) -> Any:
+        """Replace a choice, or each row of a table; a row of several choices is for other types."""
+        if isinstance(now, tuple):
+            return tuple(row if isinstance(row, tuple) else replaced(row) for row in now)
         return {name: value for name, value in now.items() if name not in kernel.sizes} | (tiles or {})
 
     with ExitStack() as stack:
@@ -104,12 +107,7 @@ def chosen(kernel: Kernel, dim: int, tiles: dict[str, Any] | None) -> Iterator[N
             if not kernel.resident:
                 put("RESIDENT_TOKENS", 0)
         for name in kernel.constants if tiles is not None else ():
-            now = getattr(kernel.place, name)
-            if isinstance(now, tuple):
-                row = 0 if dim <= 64 else 1 if dim < 128 else 2
-                put(name, (*now[:row], replaced(now[row]), *now[row + 1 :]))
-            else:
-                put(name, replaced(now), kernel.place)
+            put(name, replaced(getattr(kernel.place, name)), kernel.place)
         forget_plans()
         yield
 
@@ -178,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--r", type=int, default=4, help="sub-heads of Head-in-Head (%(default)s)")
     given = parser.parse_args(argv)
     with one_line_errors():
+        check_counts(1, tokens=given.tokens, batch=given.batch, heads=given.heads, dim=given.dim, r=given.r)
         if not torch.cuda.is_available():
             raise InputError("there is no CUDA device here to time kernels on")
         kernel, device = KERNELS[given.kernel], torch.device("cuda")
@@ -185,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         call, expected = make_call(kernel, given, device), None
         for tiles in (None, *choices(kernel)):
             name = "now" if tiles is None else ", ".join(f"{entry} {value}" for entry, value in tiles.items())
-            with chosen(kernel, given.dim, tiles):
+            with chosen(kernel, tiles):
                 try:
                     with launches() as launched:
                         found = [x.double() for x in call()]
@@ -194,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                         print(f"{name}: not launched so", flush=True)
                         continue
                     us = time_us(call, names)
-                except (KernelFailed, RuntimeError) as error:  # no such tiles, or not enough memory for them
+                except KernelFailed as error:  # no such tiles, or too much memory for a program
                     print(f"{name}: {str(error)[:160]}", flush=True)
                     continue
             expected = expected or found

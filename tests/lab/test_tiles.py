@@ -1,16 +1,23 @@
 """Choices of tiles reach the kernels that they are for."""
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from headmix_lab.tiles import KERNELS, choices, chosen, launches, make_call
+from headmix_lab.tiles import KERNELS, choices, chosen, launches, main, make_call
 from headmix_vision.ops.hardware import INTERPRETED
 from headmix_vision.ops.runtime import Launch
 
 WANTED = {"BQ": 32, "BK": 32, "BT": 32, "num_warps": 8, "maxnreg": 128, "VALUES": 32, "num_stages": 3}
+
+
+def launched(name: str, call: Callable[[], object], tiles: dict[str, Any] | None) -> dict[str, Any]:
+    with chosen(KERNELS[name], tiles), launches() as found:
+        call()
+    return found[f"{name}_kernel"]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="notes launches of CPU tensors")
@@ -19,19 +26,20 @@ def test_a_choice_is_what_its_kernel_is_launched_with(name: str, monkeypatch: py
     monkeypatch.setattr(Launch, "__call__", lambda *_: None)
     kernel = KERNELS[name]
     wanted = next(tiles for tiles in choices(kernel) if tiles == {entry: WANTED[entry] for entry in kernel.sizes})
-    for tokens, dim in ((196, 64), (196, 72), (1024, 64)):
-        if (kernel.resident or not kernel.regime) and (tokens, dim) != (196, 64):
-            continue  # takes no others, or gives them other warps
-        call = make_call(kernel, argparse.Namespace(tokens=tokens, batch=1, heads=2, dim=dim, r=4), torch.device("cpu"))
-
-        def launched(tiles: dict[str, Any] | None) -> dict[str, Any]:
-            with chosen(kernel, dim, tiles), launches() as found:  # noqa: B023
-                call()  # noqa: B023
-            return found[f"{name}_kernel"]
-
-        before = launched(None)
-        found = launched(wanted)
+    others = () if kernel.resident or not kernel.regime else ((196, 72), (1024, 64))  # which the rest does not take
+    for tokens, dim in ((196, 64), *others):
+        given = argparse.Namespace(tokens=tokens, batch=1, heads=2, dim=dim, r=4)
+        call = make_call(kernel, given, torch.device("cpu"))
+        before = launched(name, call, None)
+        found = launched(name, call, wanted)
         assert {entry: found.get(entry) for entry in wanted} == wanted != before
-        with pytest.raises(KeyboardInterrupt), chosen(kernel, dim, wanted):
+        with pytest.raises(KeyboardInterrupt), chosen(kernel, wanted):
             raise KeyboardInterrupt
-        assert launched(None) == before
+        assert launched(name, call, None) == before
+
+
+def test_numbers_below_one_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["scan", "--tokens", "0"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: tokens must be a whole number of at least 1, got 0.\n"
