@@ -4,13 +4,15 @@
     python -m benchmarks.fit_mhla_regimes --device cpu --tiny    # tries the script itself, on the plain form
 
 Times both regimes, forward with backward in bf16, over tokens, blocks and head dims, and prints each time as it comes;
-fits the constants by non-negative least squares on relative errors; prints them with what the model's choices lose
-against the better regime.
+fits the constants by non-negative least squares on relative errors; scales those of one regime so that choices lose
+least; prints them with what the choices lose against the better regime. Cards without Hopper's products have constants
+of their own: `python -m headmix_lab.stand_in benchmarks.fit_mhla_regimes --jobs 1`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -22,6 +24,7 @@ from benchmarks.columns import Column, measure, run_checks, warm_up
 from benchmarks.mhla_cases import Shape, raster_inputs, run_mhla
 from headmix_lab.measuring import open_device, release_memory
 from headmix_lab.tables import markdown_table
+from headmix_vision.ops.hardware import multiplies_registers
 from headmix_vision.ops.mhla import regimes
 
 GRIDS = ((8, 8), (14, 14), (16, 16), (20, 20), (24, 24), (32, 32))
@@ -29,15 +32,14 @@ BLOCK_GRIDS = ((1, 1), (2, 2), (4, 4), (8, 8))
 HEAD_DIMS = (32, 64, 72, 128)
 TOKEN_HEADS = 1 << 18  # tokens times batch times heads: a millisecond or less for a call
 HEADS = 8
+SCALES = (1, 1.05, 0.95, 1.1, 0.9, 1.15, 0.85, 1.2, 0.8)  # of the summary's costs, of which the best is taken
 IMPLS = {"cuda": ("triton_pairwise", "triton_summary"), "cpu": ("torch", "torch")}
 
 
 def shapes() -> list[Shape]:
     return [
         Shape("", max(1, TOKEN_HEADS // (grid[0] * grid[1] * HEADS)), HEADS, grid, dim, block_grid)
-        for dim in HEAD_DIMS
-        for grid in GRIDS
-        for block_grid in BLOCK_GRIDS
+        for dim, grid, block_grid in itertools.product(HEAD_DIMS, GRIDS, BLOCK_GRIDS)
     ]
 
 
@@ -64,16 +66,16 @@ def fit(terms: Sequence[tuple[float, ...]], times: list[float]) -> list[float]:
     return nnls(scaled.numpy(), torch.ones(len(times)).numpy())[0].tolist()
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def label(shape: Shape) -> str:
+    return f"{shape.tokens} / {shape.blocks.num_blocks} / {shape.head_dim}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--tiny", action="store_true", help="small versions of a few shapes")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile kernels first, by default 8")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    given = parse_arguments(argv)
+    given = parser.parse_args(argv)
     device = open_device(given.device)
     chosen = [shape.tiny() for shape in shapes()[::5]] if given.tiny else shapes()
     if device.type == "cuda":
@@ -81,32 +83,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     measured = []
     for shape in chosen:
         pairwise_ns, summary_ns = (time_ns(shape, impl, device) for impl in IMPLS[device.type])
-        print(
-            f"{shape.tokens} / {shape.blocks.num_blocks} / {shape.head_dim}: {pairwise_ns:.0f} {summary_ns:.0f}",
-            flush=True,
-        )
+        print(f"{label(shape)}: {pairwise_ns:.0f} {summary_ns:.0f}", flush=True)
         measured.append((shape, pairwise_ns, summary_ns))
         release_memory()
+    is_card = device.type == "cuda" and multiplies_registers(device)
+    name, tile = ("READING_REGISTERS", 16) if is_card else ("READING_MEMORY", regimes.TILE)
     arguments = [(shape.blocks, shape.head_dim, shape.head_dim) for shape, *_ in measured]
-    pairwise_terms = [regimes.pairwise_terms(*a, on_hopper=True) for a in arguments]
-    summary_terms = [regimes.summary_terms(*a) for a in arguments]
-    pairwise = fit(pairwise_terms, [times[1] for times in measured])
-    summary = fit(summary_terms, [times[2] for times in measured])
-    print("PAIRWISE_NS =", tuple(float(f"{x:.3g}") for x in pairwise))
-    print("SUMMARY_NS =", tuple(float(f"{x:.3g}") for x in summary))
+    pairwise_terms = [regimes.pairwise_terms(*a, on_hopper=not is_card) for a in arguments]
+    summary_terms = [regimes.summary_terms(*a, tile) for a in arguments]
+    pairwise, summary = (fit(x, [times[i] for times in measured]) for i, x in ((1, pairwise_terms), (2, summary_terms)))
 
-    rows = []
-    for (shape, pairwise_ns, summary_ns), x, y in zip(measured, pairwise_terms, summary_terms, strict=True):
-        choice = regimes.choose(regimes.cost(pairwise, x), regimes.cost(summary, y))
-        taken = {"pairwise": pairwise_ns, "summary": summary_ns}[choice]
-        loss = taken / min(pairwise_ns, summary_ns)
-        name = f"{shape.tokens} / {shape.blocks.num_blocks} / {shape.head_dim}"
-        rows.append((name, f"{pairwise_ns:.0f}", f"{summary_ns:.0f}", choice, f"{loss:.2f}"))
-    print(
-        markdown_table(("tokens / blocks / head dim", "pairwise ns", "summary ns", "choice", "over the better"), rows)
-    )
-    losses = sorted(float(row[-1]) for row in rows)
-    print(f"over the better regime: mean {sum(losses) / len(losses):.3f}, worst {losses[-1]:.2f}")
+    def choices(scale: float) -> list[tuple[str, float, float, str, float]]:
+        rows = []
+        for (shape, a, b), x, y in zip(measured, pairwise_terms, summary_terms, strict=True):
+            choice = regimes.choose(regimes.cost(pairwise, x), scale * regimes.cost(summary, y))
+            rows.append((label(shape), a, b, choice, (b if choice == "summary" else a) / min(a, b)))
+        return rows
+
+    scale = min(SCALES, key=lambda scale: sum(loss for *_, loss in choices(scale)))
+    print(name, "=", *(tuple(float(f"{x:.3g}") for x in some) for some in (pairwise, [scale * x for x in summary])))
+    rows = choices(scale)
+    header = ("tokens / blocks / head dim", "pairwise ns", "summary ns", "choice", "over the better")
+    print(markdown_table(header, [(name, f"{a:.0f}", f"{b:.0f}", *more, f"{x:.2f}") for name, a, b, *more, x in rows]))
+    losses = [row[-1] for row in rows]
+    print(f"over the better regime: mean {sum(losses) / len(losses):.3f}, worst {max(losses):.2f}")
 
 
 if __name__ == "__main__":

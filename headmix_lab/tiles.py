@@ -1,11 +1,14 @@
 """Time a Triton kernel over choices of tiles, warps and limits of registers.
 
     python -m headmix_lab.tiles pairwise_backward_key --tokens 196
+    python -m headmix_lab.tiles summarize --tokens 16384 --batch 4 --try BT=32,64 STAGES=0,2,3 maxnreg=None
     python -m headmix_lab.stand_in headmix_lab.tiles scan --tokens 1024 --batch 16     # as on RTX 30, 40 and 50
 
 Each line is a choice: us of the kernel in a call, by PyTorch's profiler, and the largest difference from the results
-with the present tiles, relative to their size. The line `now` has the present tiles. Inputs are random, in bfloat16.
-`scan` is the forward and the backward scan of Head-in-Head, which share tiles. Pairwise kernels are the portable ones,
+with the present tiles, relative to their size. The line `now` has the present tiles. Inputs are random. `--try` names
+constants of a kernel with the values to try in place of those that stand here.
+`scan` is the forward and the backward scan of Head-in-Head, `causal_apply` all kernels for pairs within parts of blocks
+of causal MHLA: they share tiles. Pairwise kernels are the portable ones,
 on Hopper too. Tiles stand in `headmix_vision/ops/mhla/triton_tuning.py` and
 `headmix_vision/ops/head_in_head/triton_launch.py`. To see what a choice needs of each GPU, write it there and run
 `python -m benchmarks.compile_kernels --match KERNEL`.
@@ -26,11 +29,12 @@ from headmix_vision.console import OneLineParser, one_line_errors
 from headmix_vision.errors import InputError, check_counts
 from headmix_vision.ops import TokenBlocks, head_in_head, mhla
 from headmix_vision.ops.head_in_head import triton_launch
-from headmix_vision.ops.mhla import triton_tuning
+from headmix_vision.ops.mhla import triton_pairwise, triton_tuning
 from headmix_vision.ops.runtime import KernelFailed, Launch, forget_plans
 
 CALLS = 12  # that are timed, after two others
 WARPS, REGISTERS = (2, 4, 8), (None, 128, 168)
+MOST_SCORES = 64  # of a thread, in registers: with more all kernels spill
 BLOCKS = 4  # along each side of the picture
 NEVER_KB = 1 << 20  # more shared memory than a GPU has: kernels that need it are not launched
 
@@ -44,7 +48,8 @@ class Kernel(NamedTuple):
         sizes: Values to try of each entry.
         regime: How MHLA computes; Head-in-Head where it is empty.
         resident: Whether all keys, or queries, of a head are on chip.
-        also: Another kernel with the same tiles, which is timed with it.
+        also: Other kernels with the same tiles, which are timed with it.
+        causal: Whether tokens see those before them.
     """
 
     place: Any
@@ -52,7 +57,8 @@ class Kernel(NamedTuple):
     sizes: dict[str, tuple[Any, ...]]
     regime: str = ""
     resident: bool = False
-    also: str = ""
+    also: tuple[str, ...] = ()
+    causal: bool = False
 
 
 def _tiles(**sizes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
@@ -63,6 +69,7 @@ _SIDES = _tiles(BQ=(32, 64, 128), BK=(32, 64, 128))
 _TOKENS = _tiles(BT=(16, 32, 64, 128))
 _CHUNKS = {"num_warps": (1, 2, 4, 8), "num_stages": (1, 2, 3), "maxnreg": REGISTERS}
 _COLUMNS = {**_CHUNKS, "VALUES": (32, 64)}
+_CAUSAL = ("causal_backward_query", "causal_backward_key", "summarize_gradients")
 KERNELS = {
     "resident_forward": Kernel(triton_tuning, ("RESIDENT_FORWARD",), _SIDES, "pairwise", resident=True),
     "pairwise_forward": Kernel(triton_tuning, ("PAIRWISE_FORWARD",), _SIDES, "pairwise"),
@@ -73,16 +80,34 @@ KERNELS = {
     "apply": Kernel(triton_tuning, ("APPLY",), _TOKENS, "summary"),
     "backward_query": Kernel(triton_tuning, ("BACKWARD_QUERY", "BACKWARD_QUERY_LONG"), _TOKENS, "summary"),
     "backward_key": Kernel(triton_tuning, ("BACKWARD_KEY",), _TOKENS, "summary"),
+    "causal_apply": Kernel(triton_tuning, ("CAUSAL",), _TOKENS, "summary", also=_CAUSAL, causal=True),
     "prepare": Kernel(triton_launch, ("PREPARE",), _CHUNKS),
-    "scan": Kernel(triton_launch, ("SCAN", "CROWDED_SCAN"), _COLUMNS, also="scan_backward"),
-    "inputs_backward": Kernel(triton_launch, ("INPUTS_BACKWARD",), _COLUMNS),
+    "scan": Kernel(triton_launch, ("SCAN", "CROWDED_SCAN", "NARROW_SCAN"), _COLUMNS, also=("scan_backward",)),
+    "inputs_backward": Kernel(triton_launch, ("INPUTS_BACKWARD", "NARROW_INPUTS_BACKWARD"), _COLUMNS),
 }
 
 
+def read_sizes(text: str) -> tuple[str, tuple[Any, ...]]:
+    """Read the values of a constant, such as "maxnreg=None,128".
+
+    Raises:
+        InputError: It names no constant, or a value is not a number, True, False or None.
+    """
+    name, _, values = text.partition("=")
+    words = {"None": None, "True": True, "False": False}
+    try:
+        found = tuple(words[value] if value in words else int(value) for value in values.split(","))
+    except ValueError:
+        raise InputError(f"--try {text}: give a constant and its values, such as maxnreg=None,128") from None
+    return name, found
+
+
 def choices(kernel: Kernel) -> Iterator[dict[str, Any]]:
-    """Yield what is tried, without the entries that are None."""
+    """Yield what is tried, without the entries that are None and without tiles of scores that are too large."""
     for values in itertools.product(*kernel.sizes.values()):
-        yield {name: value for name, value in zip(kernel.sizes, values, strict=True) if value is not None}
+        tiles = {name: value for name, value in zip(kernel.sizes, values, strict=True) if value is not None}
+        if tiles.get("BQ", 0) * tiles.get("BK", 0) <= MOST_SCORES * 32 * tiles["num_warps"]:
+            yield tiles
 
 
 @contextmanager
@@ -90,9 +115,9 @@ def chosen(kernel: Kernel, tiles: dict[str, Any] | None) -> Iterator[None]:
     """Give the kernel these tiles, beside entries that are not tried; None keeps its own."""
 
     def replaced(now: Any) -> Any:
-        """Replace a choice, or each row of a table; a row of several choices is for other types."""
+        """Replace a choice, or each of a table."""
         if isinstance(now, tuple):
-            return tuple(row if isinstance(row, tuple) else replaced(row) for row in now)
+            return tuple(map(replaced, now))
         return {name: value for name, value in now.items() if name not in kernel.sizes} | (tiles or {})
 
     with ExitStack() as stack:
@@ -103,9 +128,10 @@ def chosen(kernel: Kernel, tiles: dict[str, Any] | None) -> Iterator[None]:
 
         if kernel.regime == "pairwise":
             put("HOPPER_KB", NEVER_KB)
-            put("RESIDENT_BACKWARD_KB", 0 if kernel.resident else NEVER_KB)
-            if not kernel.resident:
-                put("RESIDENT_TOKENS", 0)
+            put("RESIDENT_BACKWARD_KB", 0 if "RESIDENT_BACKWARD_KEY" in kernel.constants else NEVER_KB)
+            put("is_resident", lambda *_: kernel.resident, triton_pairwise)
+        elif not kernel.regime and tiles is not None:
+            put("_tiles", lambda given, _: given, triton_launch)  # none for wide heads or other types in their place
         for name in kernel.constants if tiles is not None else ():
             put(name, replaced(getattr(kernel.place, name)), kernel.place)
         forget_plans()
@@ -116,22 +142,23 @@ def make_call(kernel: Kernel, given: argparse.Namespace, device: torch.device) -
     """Draw inputs, and return a call that gives the output and all gradients."""
     draw = torch.Generator(device).manual_seed(0)
     sizes = (given.batch, given.tokens, 3, given.heads, given.dim)
-    q, k, v = torch.randn(sizes, generator=draw, device=device, dtype=torch.bfloat16).unbind(2)
+    dtype = getattr(torch, given.dtype)
+    q, k, v = torch.randn(sizes, generator=draw, device=device, dtype=dtype).unbind(2)
     if kernel.regime:
         height = next(side for side in range(int(given.tokens**0.5), 0, -1) if given.tokens % side == 0)
         blocks = TokenBlocks.from_grid((height, given.tokens // height), (min(BLOCKS, height), BLOCKS))
         drawn = [q, k, v, torch.rand(blocks.num_blocks, blocks.num_blocks, generator=draw, device=device)]
     else:
-        beta, decay = torch.rand(2, *sizes[:2], given.heads, generator=draw, device=device).bfloat16()
+        beta, decay = torch.rand(2, *sizes[:2], given.heads, generator=draw, device=device).to(dtype)
         rows = F.normalize(torch.randn(given.heads, given.r, given.r, generator=draw, device=device), dim=-1)
         drawn = [F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, beta, -decay, rows @ rows.mT]
     inputs: list[Any] = [x.detach().requires_grad_() for x in drawn]
-    d_out = torch.randn(sizes[:2] + sizes[3:], generator=draw, device=device, dtype=torch.bfloat16)
+    d_out = torch.randn(sizes[:2] + sizes[3:], generator=draw, device=device, dtype=dtype)
 
     def call() -> list[Tensor]:
         if kernel.regime:
             q, k, v, mixing = inputs
-            out = mhla(q, k, v, mixing, blocks, impl=f"triton_{kernel.regime}")
+            out = mhla(q, k, v, mixing, blocks, causal=kernel.causal, impl=f"triton_{kernel.regime}")
         else:
             out, _ = head_in_head(*inputs, impl="triton")
         return [out.detach(), *torch.autograd.grad(out, inputs, d_out)]
@@ -173,14 +200,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--batch", type=int, default=128, help="pictures (%(default)s)")
     add("--heads", type=int, default=6, help="attention heads (%(default)s)")
     add("--dim", type=int, default=64, help="of a head (%(default)s)")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the inputs (%(default)s)")
+    add("--try", nargs="+", default=(), metavar="NAME=VALUES", dest="sizes", help="what is tried, with commas between")
     add("--r", type=int, default=4, help="sub-heads of Head-in-Head (%(default)s)")
     given = parser.parse_args(argv)
     with one_line_errors():
         check_counts(1, tokens=given.tokens, batch=given.batch, heads=given.heads, dim=given.dim, r=given.r)
+        sizes = dict(map(read_sizes, given.sizes))
         if not torch.cuda.is_available():
             raise InputError("there is no CUDA device here to time kernels on")
         kernel, device = KERNELS[given.kernel], torch.device("cuda")
-        names = [f"{name}_kernel" for name in (given.kernel, kernel.also) if name]
+        kernel = kernel._replace(sizes=kernel.sizes | sizes)
+        names = [f"{name}_kernel" for name in (given.kernel, *kernel.also)]
         call, expected = make_call(kernel, given, device), None
         for tiles in (None, *choices(kernel)):
             name = "now" if tiles is None else ", ".join(f"{entry} {value}" for entry, value in tiles.items())

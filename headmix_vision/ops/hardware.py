@@ -75,6 +75,11 @@ class Gpu(NamedTuple):
         """Whether products go through tensor memory (tcgen05): on B200, B300 and, from Triton 3.7 on, Thor."""
         return not self.amd and self.capability[0] in (10, 11)
 
+    @property
+    def multiplies_registers(self) -> bool:
+        """Whether products take both operands from registers (mma.sync): on A100 and on RTX 30, 40 and 50."""
+        return not self.amd and self.capability[0] in (8, 12)
+
 
 INTERPRETER = Gpu("the interpreter", (9, 0), 227 << 10)
 LEAST_SHARED_MEMORY = 99 << 10  # every kernel has tiles for it: what all GPUs from Ampere on have
@@ -116,6 +121,12 @@ def gpu_behind(device: torch.device) -> Gpu:
 def is_amd(device: torch.device) -> bool:
     """Return whether a device that the kernels can run on is an AMD GPU."""
     return bool(gpu_behind(device).amd)
+
+
+@constant_in_graphs
+def multiplies_registers(device: torch.device) -> bool:
+    """Return whether products of a device that the kernels can run on take both operands from registers."""
+    return gpu_behind(device).multiplies_registers
 
 
 @constant_in_graphs

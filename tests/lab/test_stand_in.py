@@ -3,16 +3,18 @@
 import pytest
 import torch
 
-from headmix_lab.stand_in import main, padded
+from headmix_lab.stand_in import CARDS, main, padded
 
 
-def test_padding_lets_as_many_programs_run() -> None:
-    assert padded(72 << 10, 4) == 227 << 10  # one
-    for shared in range(0, 99 << 10, 500):
+@pytest.mark.parametrize(("name", "kilobytes"), [("rtx", 100), ("a100", 164)])
+def test_padding_lets_as_many_programs_run(name: str, kilobytes: int) -> None:
+    card = CARDS[name]
+    for shared in range(0, card.shared_memory, 500):
         for warps in (1, 2, 4, 8):
-            held = min(24, 48 // warps, (100 << 10) // (shared + 1024))
-            assert padded(shared, warps) >= shared
-            assert (228 << 10) // (padded(shared, warps) + 1024) == held, (shared, warps)
+            held = min(card.programs, card.warps // warps, (kilobytes << 10) // (shared + 1024))
+            assert padded(shared, warps, card) >= shared
+            assert (228 << 10) // (padded(shared, warps, card) + 1024) == held, (shared, warps)
+    assert padded(card.shared_memory, 4, card) == 227 << 10  # one
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")

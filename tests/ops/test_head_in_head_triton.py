@@ -446,3 +446,23 @@ def test_segments_are_for_long_sequences_of_few_small_heads(monkeypatch):
     assert count(dim=72) == count(value_dim=72) == count(dtype=torch.float16) == count(dtype=torch.float32) == 0
     monkeypatch.setattr(triton_launch, "gpu_behind", lambda device: gpu._replace(capability=(8, 0)))
     assert count() == 0
+
+
+def test_scans_of_one_and_two_sub_heads_have_tiles_of_their_own_where_products_read_registers(monkeypatch):
+    def tiles(dim=64):
+        runtime.forget_plans()
+        found = []
+        for r in (1, 2, 4, 8):
+            x = runtime.layout(torch.empty(1, 128, 2, dim, dtype=torch.bfloat16, device=DEVICE))
+            gate = runtime.layout(torch.empty(1, 128, 2, device=DEVICE))
+            mask = runtime.layout(torch.empty(2, r, r, device=DEVICE))
+            (block,) = triton_launch._plan(x, x, x, gate, gate, mask, x, None, False, False, 0)
+            launches = block["scan"], block["inputs_backward"]
+            found.append(tuple(launch.constants[name] for launch in launches for name in ("VALUES", "num_stages")))
+        return found
+
+    gpu = hardware.find_gpu(torch.device(DEVICE))._replace(capability=(8, 9), shared_memory=99 << 10)
+    monkeypatch.setattr(hardware, "find_gpu", lambda device: gpu)
+    assert tiles() == [(32, 2, 32, 2), (64, 2, 32, 2), (64, 3, 32, 2), (64, 3, 32, 2)]
+    assert tiles(dim=128) == [(32, 1, 32, 1), (64, 1, 64, 1), (64, 1, 64, 1), (64, 1, 64, 1)]
+    runtime.forget_plans()

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from headmix_vision.ops import TokenBlocks, TokenGrid, TokenRanks, hardware, mhla
 from headmix_vision.ops.hardware import why_no_kernels
-from headmix_vision.ops.mhla import regimes, triton_launch, triton_pairwise, triton_summary, triton_tuning
+from headmix_vision.ops.mhla import regimes, triton_launch, triton_op, triton_pairwise, triton_summary, triton_tuning
 from headmix_vision.ops.mhla.torch_impl import FEATURE_MAPS, NORMALIZERS, Settings, unpack
-from headmix_vision.ops.runtime import forget_plans
+from headmix_vision.ops.runtime import forget_plans, layout
 
 from .helpers import make_inputs, relative_error, run
 
@@ -152,7 +152,7 @@ def test_more_blocks_than_a_tile_holds():
     assert_agrees("triton_summary", inputs, d_out, blocks)
 
 
-@pytest.mark.parametrize("row", [0, 1, 2], ids=["up to 64", "in two parts", "128"])
+@pytest.mark.parametrize("row", range(6))
 @pytest.mark.parametrize(
     ("blocks", "dims"),
     [
@@ -164,8 +164,8 @@ def test_more_blocks_than_a_tile_holds():
 )
 def test_forms_of_rows_for_bfloat16(monkeypatch, row, blocks, dims):
     for name in ("SUMMARIZE", "APPLY", "BACKWARD_QUERY", "BACKWARD_QUERY_LONG", "BACKWARD_KEY"):
-        form = dict(getattr(triton_tuning, name)[row], BT=16)
-        monkeypatch.setattr(triton_tuning, name, (form,) * 5)
+        table = getattr(triton_tuning, name)
+        monkeypatch.setattr(triton_tuning, name, (dict(table[row], BT=16),) * len(table))
     forget_plans()
     try:
         inputs, d_out = make(blocks, dim=dims[0], value_dim=dims[1])
@@ -175,17 +175,44 @@ def test_forms_of_rows_for_bfloat16(monkeypatch, row, blocks, dims):
 
 
 @pytest.fixture
-def small_gpu(monkeypatch):
-    """What is there has as little shared memory as the smallest GPUs."""
-    gpu = hardware.find_gpu(torch.device(DEVICE))._replace(shared_memory=hardware.LEAST_SHARED_MEMORY)
+def rtx_4090(monkeypatch):
+    """What is there multiplies registers and has as little shared memory as the smallest GPUs."""
+    gpu = hardware.find_gpu(torch.device(DEVICE))
+    gpu = gpu._replace(capability=(8, 9), shared_memory=hardware.LEAST_SHARED_MEMORY)
     monkeypatch.setattr(hardware, "find_gpu", lambda device: gpu)
+    forget_plans()
+    yield gpu
+    forget_plans()
 
 
 @pytest.mark.parametrize("impl", REGIMES)
 @pytest.mark.parametrize("dim", [72, 128])
-def test_tiles_of_wide_heads_on_small_gpus(small_gpu, impl, dim):
+def test_tiles_of_wide_heads_on_small_gpus(rtx_4090, impl, dim):
     inputs, d_out = make(LONG, heads=1, dim=dim, value_dim=dim)
     assert_agrees(impl, inputs, d_out, LONG)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kilobytes", "resident"), [((8, 0), 163, (False, True)), ((8, 9), 99, (False, False))]
+)
+def test_keys_and_values_on_chip_where_products_read_registers(rtx_4090, monkeypatch, capability, kilobytes, resident):
+    gpu = rtx_4090._replace(capability=capability, shared_memory=kilobytes << 10)
+    monkeypatch.setattr(hardware, "find_gpu", lambda device: gpu)
+    x = layout(torch.empty(1, 196, 2, 64, dtype=torch.bfloat16, device=DEVICE))
+    mixing, settings = layout(torch.empty(16, 16, device=DEVICE)), Settings(TokenBlocks.from_grid((14, 14), (4, 4)))
+    forward = triton_pairwise._pairwise_forward(x, x, x, mixing, settings).launch
+    backward = triton_pairwise._pairwise_backward_key(x, x, x, x, mixing, 1, settings).launch
+    assert tuple("resident" in launch.kernel.__name__ for launch in (forward, backward)) == resident
+
+
+@pytest.mark.parametrize(("side", "rows"), [(14, 16), (32, 64), (64, 64)])
+def test_tiles_are_no_longer_than_parts_where_products_read_registers(rtx_4090, side, rows):
+    blocks = TokenBlocks.from_grid((side, side), (4, 4))
+    x = layout(torch.empty(1, side**2, 2, 64, dtype=torch.bfloat16, device=DEVICE))
+    assert triton_summary._summarize(x, x, Settings(blocks, regime="summary")).launch.constants["BT"] == rows
+    if side == 14:
+        inputs, d_out = make(blocks)
+        assert_agrees("triton_summary", inputs, d_out, blocks)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -452,26 +479,54 @@ def test_cost_model_knows_the_kernels_of_hopper(side, block_side, dim):
     assert regimes.choose_regime(blocks, dim, dim) == "summary"
 
 
+@pytest.mark.parametrize(
+    ("side", "block_side", "prefix", "dim", "regime"),
+    [
+        (8, 2, 0, 128, "pairwise"),
+        (14, 2, 0, 64, "summary"),
+        (14, 4, 0, 32, "summary"),
+        (14, 4, 0, 64, "pairwise"),
+        (14, 4, 1, 64, "pairwise"),
+        (14, 4, 0, 72, "pairwise"),
+        (16, 4, 0, 64, "pairwise"),
+        (16, 4, 0, 72, "pairwise"),
+        (16, 4, 0, 128, "pairwise"),
+        (20, 4, 0, 64, "summary"),
+        (20, 8, 0, 64, "pairwise"),
+        (24, 8, 0, 64, "summary"),
+        (32, 4, 0, 128, "summary"),
+    ],
+)
+def test_cost_model_knows_where_products_read_registers(side, block_side, prefix, dim, regime):
+    """The faster one on an H200 in place of an RTX card."""
+    blocks = TokenBlocks.from_grid((side, side), (block_side, block_side), prefix)
+    assert regimes.choose_regime(blocks, dim, dim, costs=regimes.READING_REGISTERS) == regime
+
+
 @pytest.mark.parametrize(("prefix", "repeats"), [(0, 1), (1, 1), (3, 2), (5, 3)])
 def test_cost_model_counts_the_runs_of_the_kernels(prefix, repeats):
     found = set()
     for grid, blocks_along in itertools.product([(5, 19), (8, 8), (20, 20), (24, 24), (6, 7, 5)], (1, 2, 3, 4, 5)):
         blocks = TokenBlocks(TokenGrid(grid, prefix, repeats), (blocks_along,) * len(grid))
         single = triton_launch.places(blocks, triton_launch.TILE, torch.device("cpu")).run == 1
-        assert regimes.pairwise_terms(blocks, 32, 32)[2] == single * blocks.num_tokens**2
+        assert regimes.pairwise_terms(blocks, 32, 32)[3] == single * blocks.num_tokens**2
         found.add(single)
     assert found == {False} if repeats == 2 else {False, True}
 
 
-def test_cost_model_decides_what_triton_runs(monkeypatch):
+@pytest.mark.parametrize("costs", ["READING_MEMORY", "READING_REGISTERS"])
+def test_cost_model_decides_what_triton_runs(monkeypatch, request, costs):
+    if costs == "READING_REGISTERS":
+        request.getfixturevalue("rtx_4090")
     launched = []
     for module, name in ((triton_pairwise, "pairwise_forward"), (triton_summary, "summarize")):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *x, f=original, n=name: (launched.append(n), f(*x))[1])
     inputs, _ = make(EVEN)
-    for constant, expected in (("PAIRWISE_NS", "pairwise_forward"), ("SUMMARY_NS", "summarize")):
+    for regime, expected in (("pairwise", "pairwise_forward"), ("summary", "summarize")):
         with monkeypatch.context() as patch:
-            patch.setattr(regimes, constant, [0.0] * len(getattr(regimes, constant)))
+            nothing = [0.0] * len(getattr(regimes.READING_MEMORY, regime))
+            patch.setattr(triton_op, costs, getattr(regimes, costs)._replace(**{regime: nothing}))
             forget_plans()
             mhla(*inputs, EVEN, impl="triton")
         assert launched.pop() == expected

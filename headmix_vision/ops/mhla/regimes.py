@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from headmix_vision.ops.mhla.triton_tuning import fits_hopper
 from headmix_vision.ops.token_blocks import TokenBlocks
@@ -10,17 +11,33 @@ from headmix_vision.ops.token_blocks import TokenBlocks
 # Tokens in a part of a block, whatever the device and the batch: results of summaries do not depend on these.
 PART_TOKENS = 512
 TILE = 64  # tokens that kernels compute at a time
-# Nanoseconds per batch item and head for each of the terms below: forward and backward on an H200, bf16.
-PAIRWISE_NS = (5.19e-3, 3.06e-5, 6.31e-3, 6.03e-3)
-SUMMARY_NS = (4.6e-3, 3.2e-2, 6.75e-4, 8.08e-6)
+
+
+class Costs(NamedTuple):
+    """Nanoseconds per batch item and head for each of the terms below: forward and backward on an H200, bf16.
+
+    Attributes:
+        pairwise, summary: by term.
+        rows: the fewest tokens that summary kernels compute at a time.
+    """
+
+    pairwise: tuple[float, float, float, float, float]
+    summary: tuple[float, float, float, float]
+    rows: int
+
+
+# By where products take their operands from: shared memory, as on Hopper, or registers.
+READING_MEMORY = Costs((5.19e-3, 3.06e-5, 0, 6.31e-3, 6.03e-3), (4.6e-3, 3.2e-2, 6.75e-4, 8.08e-6), rows=64)
+READING_REGISTERS = Costs((8.37e-3, 0, 4.31e-5, 1.02e-2, 0), (8.02e-3, 3.19e-2, 4.25e-3, 4.07e-5), rows=16)
 
 
 def pairwise_terms(
     blocks: TokenBlocks, dim: int, value_dim: int, on_hopper: bool = False
-) -> tuple[float, float, float, float]:
-    """Count the entries of the tokens' rows, the products over all pairs, and the pairs of tokens with own weights.
+) -> tuple[float, float, float, float, float]:
+    """Count the entries of the tokens' rows, products over all pairs, once more by padded columns, and own weights.
 
-    Products are counted in whole tiles. Where the Gluon kernels run, the last term alone counts: the rows' entries.
+    Products are counted in whole tiles; each pair of tokens has a weight, or none has. Where the Gluon kernels run, the
+    last term alone counts: the entries of the rows.
 
     Args:
         blocks, dim, value_dim: of the call.
@@ -28,17 +45,23 @@ def pairwise_terms(
     """
     tokens, rows, columns = blocks.num_tokens, _whole(blocks.num_tokens, TILE), dim + value_dim
     if on_hopper and fits_hopper(blocks, dim, value_dim):
-        return 0, 0, 0, tokens * columns
-    return tokens * columns, rows**2 * columns, tokens**2 if _are_single(blocks) else 0, 0
+        return 0, 0, 0, 0, tokens * columns
+    padded = rows**2 * (_padded(dim) + _padded(value_dim))
+    return tokens * columns, rows**2 * columns, padded, tokens**2 if _are_single(blocks) else 0, 0
 
 
-def summary_terms(blocks: TokenBlocks, dim: int, value_dim: int) -> tuple[float, ...]:
+def summary_terms(blocks: TokenBlocks, dim: int, value_dim: int, rows: int = TILE) -> tuple[float, ...]:
     """Count the entries of the rows, of one summary, of all summaries, and the products that mix summaries.
 
     Each block has whole tiles of rows.
     """
     entries, M = dim * value_dim, blocks.num_blocks
-    return M * _whole(blocks.max_block_size, TILE) * (dim + value_dim), entries, M * entries, M * M * entries
+    return M * _whole(blocks.max_block_size, rows) * (dim + value_dim), entries, M * entries, M * M * entries
+
+
+def _padded(dim: int) -> int:
+    """Count the columns whose products take as long as those of a head; the second part of a wide one has a price."""
+    return 64 if dim <= 64 else dim + 24 if dim < 128 else 128
 
 
 def _whole(number: int, step: int) -> int:
@@ -65,28 +88,36 @@ def cost(constants: Sequence[float], terms: Sequence[float]) -> float:
     return sum(a * b for a, b in zip(constants, terms, strict=True))
 
 
-def _causal(blocks: TokenBlocks, dim: int, value_dim: int) -> tuple[float, float]:
+def _causal(blocks: TokenBlocks, dim: int, value_dim: int, costs: Costs) -> tuple[float, float]:
     """Estimate both regimes of causal attention from the same constants, by counting.
 
     On an H200 the faster one was chosen at every shape of ``benchmarks/bench_mhla.py --causal --shapes model``.
 
     Pairwise kernels compute half of all pairs, and summary kernels half of those in each part of a block besides.
     """
-    entries, products, pairs, _ = pairwise_terms(blocks, dim, value_dim)
-    own = products * min(blocks.max_block_size, PART_TOKENS) / blocks.num_tokens
-    summary = cost(SUMMARY_NS, summary_terms(blocks, dim, value_dim))
-    return cost(PAIRWISE_NS, (entries, products / 2, pairs, 0)), summary + cost(PAIRWISE_NS, (0, own / 2, 0, 0))
+    entries, *products, single, _ = pairwise_terms(blocks, dim, value_dim)
+    half = [x / 2 for x in products]
+    own = [x * min(blocks.max_block_size, PART_TOKENS) / blocks.num_tokens for x in half]
+    summary = cost(costs.summary, summary_terms(blocks, dim, value_dim, costs.rows))
+    return cost(costs.pairwise, (entries, *half, single, 0)), summary + cost(costs.pairwise, (0, *own, 0, 0))
 
 
 def choose(pairwise_ns: float, summary_ns: float) -> str:
     return "pairwise" if pairwise_ns <= summary_ns else "summary"
 
 
-def choose_regime(blocks: TokenBlocks, dim: int, value_dim: int, causal: bool = False, on_hopper: bool = False) -> str:
+def choose_regime(
+    blocks: TokenBlocks,
+    dim: int,
+    value_dim: int,
+    causal: bool = False,
+    on_hopper: bool = False,
+    costs: Costs = READING_MEMORY,
+) -> str:
     """Return "pairwise" or "summary", whichever is estimated faster; ``on_hopper``: where the Gluon kernels run."""
     if causal:
-        return choose(*_causal(blocks, dim, value_dim))
+        return choose(*_causal(blocks, dim, value_dim, costs))
     return choose(
-        cost(PAIRWISE_NS, pairwise_terms(blocks, dim, value_dim, on_hopper)),
-        cost(SUMMARY_NS, summary_terms(blocks, dim, value_dim)),
+        cost(costs.pairwise, pairwise_terms(blocks, dim, value_dim, on_hopper)),
+        cost(costs.summary, summary_terms(blocks, dim, value_dim, costs.rows)),
     )

@@ -144,7 +144,7 @@ class Gradients(NamedTuple):
 
 
 def choose_tiles(table: tuple[tuning.Row, ...], x: Layout, y: Layout) -> tuning.Tiles:
-    return tuning.tiles(table, max(x.shape[-1], y.shape[-1]), x.dtype, x.gpu.shared_memory)
+    return tuning.tiles(table, max(x.shape[-1], y.shape[-1]), x.dtype, x.gpu)
 
 
 def normalizer_name(settings: Settings) -> str:

@@ -509,9 +509,10 @@ def _pairwise_tables(c: tuning.Tiles, q: Layout, mixing: Layout, settings: Setti
     return t, RunWeights(mixing, t)
 
 
-def is_resident(dim: int, num_tokens: int, dtype: torch.dtype, causal: bool) -> bool:
-    """Return whether pairwise kernels hold all keys and values, or queries and gradients, of a head on chip."""
-    return not causal and dtype == torch.bfloat16 and dim <= 64 and num_tokens <= tuning.RESIDENT_TOKENS
+def is_resident(q: Layout, v: Layout, causal: bool) -> bool:
+    """Return whether pairwise kernels may hold all keys and values, or queries and gradients, of a head on chip."""
+    fits = max(q.shape[-1], v.shape[-1]) <= 64 and q.shape[1] <= tuning.RESIDENT_TOKENS
+    return fits and q.dtype == torch.bfloat16 and not causal
 
 
 class ForwardPlan(NamedTuple):
@@ -529,7 +530,7 @@ def _pairwise_forward(q: Layout, k: Layout, v: Layout, mixing: Layout, settings:
         table = block_of_token(settings.blocks, q.device)
         return ForwardPlan(lambda mixing: mixing, table, hopper.forward_launch(q, k, v, mixing, settings), True)
     B, N, H, D = q.shape
-    resident = is_resident(max(D, v.shape[-1]), N, q.dtype, settings.causal)
+    resident = is_resident(q, v, settings.causal) and not q.gpu.multiplies_registers
     c = tuning.resident(tuning.RESIDENT_FORWARD, N) if resident else choose_tiles(tuning.PAIRWISE_FORWARD, q, v)
     t, weights = _pairwise_tables(c, q, mixing, settings)
     align = alignment(q, k, v)
@@ -631,9 +632,9 @@ def _pairwise_backward_key(
 ) -> PairwisePlan:
     B, N, H, D = q.shape
     fits = q.gpu.shared_memory >= tuning.RESIDENT_BACKWARD_KB << 10
-    resident = fits and is_resident(max(D, v.shape[-1]), N, q.dtype, settings.causal)
+    resident = fits and is_resident(q, v, settings.causal)
     c = (
-        tuning.resident(tuning.RESIDENT_BACKWARD_KEY, N)
+        tuning.resident(tuning.RESIDENT_BACKWARD_KEY[q.gpu.multiplies_registers], N)
         if resident
         else choose_tiles(tuning.PAIRWISE_BACKWARD_KEY, q, v)
     )

@@ -1,5 +1,7 @@
 """Hold the tile sizes of the Triton kernels: the best of sweeps on an H200 (bf16, head dims 64, 72 and 128).
 
+GPUs without Hopper's products have rows of their own, swept on the H200 in their place (``headmix_lab.stand_in``).
+
 In names T means tokens, Q queries, K keys, M and C rows and columns of the mixing, F entries of a summary. Tiles that
 need more shared memory than the smallest GPU has name the need as KB, and others follow that need less;
 ``benchmarks/compile_kernels.py`` checks both for every GPU.
@@ -11,6 +13,7 @@ from typing import Any
 
 import torch
 
+from headmix_vision.ops.hardware import Gpu
 from headmix_vision.ops.token_blocks import TokenBlocks
 
 Tiles = dict[str, Any]
@@ -24,12 +27,16 @@ def head_parts(dim: int) -> tuple[int, int]:
     return (first, 0) if rest <= 0 else (first, max(16, 1 << (rest - 1).bit_length()))
 
 
-# Each table has rows for bfloat16 heads of up to 64, up to 127 (two parts) and 128 dims, for float32 products, and for
-# those of wide heads. A row that needs more than the smallest GPU has is followed by what takes its place there.
+# Each table has rows for bfloat16 heads of up to 64, up to 127 (two parts) and 128 dims, then the same for GPUs that
+# multiply registers, then a row for float32 products, and one for those of wide heads. A row that needs more than the
+# smallest GPU has is followed by what takes its place there.
 PAIRWISE_FORWARD = (
     Tiles(BQ=128, BK=64, num_warps=8, maxnreg=128),
     Tiles(BQ=128, BK=64, num_warps=8, maxnreg=128),
     Tiles(BQ=128, BK=64, num_warps=8),
+    Tiles(BQ=128, BK=32, num_warps=4, maxnreg=168),
+    Tiles(BQ=128, BK=32, num_warps=4),
+    Tiles(BQ=128, BK=32, num_warps=4),
     Tiles(BQ=64, BK=32, num_warps=4),
     Tiles(BQ=64, BK=32, num_warps=4),
 )
@@ -37,6 +44,9 @@ PAIRWISE_BACKWARD_QUERY = (
     Tiles(BQ=64, BK=64, num_warps=4, maxnreg=168),
     Tiles(BQ=64, BK=64, num_warps=4, maxnreg=168),
     Tiles(BQ=64, BK=32, num_warps=4),
+    Tiles(BQ=128, BK=64, num_warps=4),
+    Tiles(BQ=128, BK=32, num_warps=4),
+    Tiles(BQ=128, BK=32, num_warps=8),
     Tiles(BQ=64, BK=32, num_warps=4),
     (Tiles(BQ=64, BK=32, num_warps=4, KB=132), Tiles(BQ=32, BK=32, num_warps=4)),
 )
@@ -44,12 +54,18 @@ PAIRWISE_BACKWARD_KEY = (
     Tiles(BQ=64, BK=64, num_warps=4, maxnreg=168),
     Tiles(BQ=64, BK=64, num_warps=4),
     Tiles(BQ=32, BK=64, num_warps=4),
+    Tiles(BQ=32, BK=32, num_warps=2, num_stages=2),
+    Tiles(BQ=32, BK=64, num_warps=4, num_stages=3),
+    Tiles(BQ=64, BK=32, num_warps=4),
     Tiles(BQ=32, BK=64, num_warps=4),
     (Tiles(BQ=32, BK=64, num_warps=4, KB=132), Tiles(BQ=32, BK=32, num_warps=4)),
 )
 SUMMARIZE = (
     Tiles(BT=64, num_warps=2, STAGES=3, DOTS=True),
     Tiles(BT=64, num_warps=4, STAGES=2, DOTS=True),
+    Tiles(BT=64, num_warps=4, STAGES=2, DOTS=True),
+    Tiles(BT=64, num_warps=4, maxnreg=128, STAGES=2, DOTS=True),
+    Tiles(BT=32, num_warps=2, DOTS=True),
     Tiles(BT=64, num_warps=4, STAGES=2, DOTS=True),
     Tiles(BT=32, num_warps=4),
     Tiles(BT=32, num_warps=4),
@@ -58,6 +74,9 @@ APPLY = (
     Tiles(BT=64, num_warps=4, DOTS=True),
     Tiles(BT=64, num_warps=4, DOTS=True, ONE_TILE=True),
     Tiles(BT=32, num_warps=4, maxnreg=128),
+    Tiles(BT=64, num_warps=4, maxnreg=128, DOTS=True),
+    Tiles(BT=64, num_warps=4, maxnreg=128, DOTS=True, ONE_TILE=True),
+    Tiles(BT=64, num_warps=8, maxnreg=128),
     Tiles(BT=32, num_warps=4),
     (Tiles(BT=32, num_warps=4, KB=120), Tiles(BT=32, num_warps=4, ONE_TILE=True)),
 )
@@ -65,6 +84,9 @@ BACKWARD_QUERY = (  # for parts of one tile; LONG is for longer parts
     Tiles(BT=64, num_warps=4, maxnreg=128),
     Tiles(BT=64, num_warps=4, maxnreg=168, DOTS=True),
     Tiles(BT=16, num_warps=4),
+    Tiles(BT=64, num_warps=2),
+    Tiles(BT=64, num_warps=4, DOTS=True),
+    Tiles(BT=32, num_warps=8),
     Tiles(BT=16, num_warps=8),
     Tiles(BT=16, num_warps=8),
 )
@@ -72,6 +94,9 @@ BACKWARD_QUERY_LONG = (
     Tiles(BT=32, num_warps=4, maxnreg=168),
     Tiles(BT=64, num_warps=4, STAGES=2, DOTS=True, DIVIDE=True),
     Tiles(BT=16, num_warps=4),
+    Tiles(BT=32, num_warps=2, STAGES=3),
+    Tiles(BT=64, num_warps=4, STAGES=3, DOTS=True, DIVIDE=True),
+    Tiles(BT=32, num_warps=8),
     Tiles(BT=16, num_warps=8),
     (Tiles(BT=16, num_warps=8, KB=120), Tiles(BT=16, num_warps=8, PRECISION="ieee")),
 )
@@ -80,19 +105,32 @@ BACKWARD_KEY = (
     Tiles(BT=64, num_warps=4),
     Tiles(BT=32, num_warps=4),
     Tiles(BT=32, num_warps=4),
-    (Tiles(BT=32, num_warps=4, KB=216), Tiles(BT=32, num_warps=4, ONE_TILE=True)),
+    Tiles(BT=32, num_warps=2),
+    Tiles(BT=32, num_warps=8),
+    Tiles(BT=32, num_warps=4),
+    (
+        Tiles(BT=16, num_warps=8, KB=204),
+        Tiles(BT=16, num_warps=8, KB=128, ONE_TILE=True),
+        Tiles(BT=32, num_warps=4, ONE_TILE=True),
+    ),
 )
-CAUSAL = (  # not swept: the tiles of the pairwise backward pass
+CAUSAL = (  # of Hopper 64 dims alone are swept
     Tiles(BT=64, num_warps=4),
     Tiles(BT=64, num_warps=4),
     Tiles(BT=32, num_warps=4),
+    Tiles(BT=32, num_warps=2),
+    Tiles(BT=32, num_warps=2),
+    Tiles(BT=64, num_warps=8),
     Tiles(BT=32, num_warps=4),
     Tiles(BT=16, num_warps=4),
 )
 # All keys and values, or queries and gradients, of a head on chip: for up to RESIDENT_TOKENS and head dims up to 64.
 RESIDENT_FORWARD = Tiles(BQ=64, BK=128, num_warps=4, maxnreg=168)
-RESIDENT_BACKWARD_KEY = Tiles(BQ=128, BK=64, num_warps=4)
-RESIDENT_BACKWARD_KB = 105
+RESIDENT_BACKWARD_KEY = (
+    Tiles(BQ=128, BK=64, num_warps=4),
+    Tiles(BQ=64, BK=128, num_warps=8),  # of GPUs that multiply registers, A100 has the memory
+)
+RESIDENT_BACKWARD_KB = 112
 RESIDENT_TOKENS = 256
 # For the Gluon kernels of Hopper, around the sizes that they were measured at; dims are multiples of 8. They compute
 # 64, 128 or 256 rows. The three tiles of 65 to 96 queries in the backward kernel of 64 dims do not compile.
@@ -206,14 +244,14 @@ def is_wide(dim: int, dtype: torch.dtype) -> bool:
     return dim > {torch.float32: 64, torch.float16: 96}.get(dtype, dim)
 
 
-def tiles(table: tuple[Row, ...], dim: int, dtype: torch.dtype, shared_memory: int) -> Tiles:
+def tiles(table: tuple[Row, ...], dim: int, dtype: torch.dtype, gpu: Gpu) -> Tiles:
     """Choose the tiles of a table.
 
     Args:
         table: see above.
         dim: the larger head dim.
         dtype: type of the inputs.
-        shared_memory: bytes that a program may have.
+        gpu: that runs the kernel.
 
     Returns:
         The tiles. With ONE_TILE a program takes one tile of tokens and no loop; loops with STAGES let the compiler
@@ -221,11 +259,11 @@ def tiles(table: tuple[Row, ...], dim: int, dtype: torch.dtype, shared_memory: i
         a matrix; with DIVIDE denominators divide the queries; a PRECISION takes the place of the type's.
     """
     if dtype == torch.bfloat16:
-        row = table[0 if dim <= 64 else 1 if dim < 128 else 2]
+        row = table[(0 if dim <= 64 else 1 if dim < 128 else 2) + 3 * gpu.multiplies_registers]
     else:
-        row = table[4 if is_wide(dim, dtype) else 3]
+        row = table[7 if is_wide(dim, dtype) else 6]
     rows = row if isinstance(row, tuple) else (row,)
-    fitting = next(tiles for tiles in rows if tiles.get("KB", 0) << 10 <= shared_memory)
+    fitting = next(tiles for tiles in rows if tiles.get("KB", 0) << 10 <= gpu.shared_memory)
     return {name: value for name, value in fitting.items() if name != "KB"}
 
 
@@ -235,13 +273,15 @@ def mix_tiles(num_blocks: int, dtype: torch.dtype) -> Tiles:
         return Tiles(BM=16 if num_blocks <= 16 else 64, BC=32, BF=64, num_warps=4, num_stages=1, per=4)
     if num_blocks <= 16:
         return Tiles(BM=16, BC=16, BF=128, num_warps=4, num_stages=3, per=2)
+    if num_blocks <= 32:
+        return Tiles(BM=32, BC=32, BF=128, num_warps=4, num_stages=3, per=2)
     if num_blocks <= 64:
         return Tiles(BM=64, BC=64, BF=128, num_warps=4, num_stages=3, per=4)
     return Tiles(BM=64, BC=32, BF=64, num_warps=4, num_stages=3, per=8)
 
 
 def mixing_gradient_tiles(num_blocks: int, dtype: torch.dtype, shared_memory: int) -> Tiles:
-    rows = 16 if num_blocks <= 16 else MIXING_TILE
+    rows = min(MIXING_TILE, power_of_two(num_blocks, 16))
     if dtype != torch.bfloat16:
         return Tiles(BM=rows, BF=32, num_warps=4, num_stages=1)
     if num_blocks <= 16:
