@@ -68,4 +68,4 @@ def test_regimes_are_fitted_to_what_is_timed(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(fit, "shapes", lambda: few)
     fit.main(["--device", "cpu", "--tiny"])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines[: lines.index(next(x for x in lines if x.startswith("PAIRWISE_NS")))]) == len(few[::5])
+    assert len(lines[: lines.index(next(x for x in lines if x.startswith("READING_MEMORY")))]) == len(few[::5])
