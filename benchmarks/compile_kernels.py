@@ -161,6 +161,7 @@ def mhla_cases(dtype: str, dim: int, everything: bool) -> Iterator[Case]:
     yield case("pairwise, 144 tokens", grid=(12, 12), block_grid=(4, 4), regime="pairwise")
     yield case("pairwise, 128 tokens", grid=(8, 16), block_grid=(2, 4), regime="pairwise")
     yield case("pairwise, 64 tokens", grid=(8, 8), block_grid=(2, 2), regime="pairwise")
+    yield case("summary, 25 blocks of 25", grid=(25, 25), block_grid=(5, 5), regime="summary")
     if dim == 72:
         return
     yield case("pairwise, blocks of 1", grid=(8, 15), block_grid=(8, 15), regime="pairwise")

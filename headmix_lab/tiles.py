@@ -36,6 +36,7 @@ CALLS = 12  # that are timed, after two others
 WARPS, REGISTERS = (2, 4, 8), (None, 128, 168)
 MOST_SCORES = 64  # of a thread, in registers: with more all kernels spill
 BLOCKS = 4  # along each side of the picture
+PASSES = "backward", "forward"
 NEVER_KB = 1 << 20  # more shared memory than a GPU has: kernels that need it are not launched
 
 
@@ -47,7 +48,7 @@ class Kernel(NamedTuple):
         constants: Names of the tiles in the module: of one choice, or of a table with rows by head dim.
         sizes: Values to try of each entry.
         regime: How MHLA computes; Head-in-Head where it is empty.
-        resident: Whether all keys, or queries, of a head are on chip.
+        resident: The pass, "forward" or "backward", in which all keys, or queries, of a head are on chip.
         also: Other kernels with the same tiles, which are timed with it.
         causal: Whether tokens see those before them.
     """
@@ -56,7 +57,7 @@ class Kernel(NamedTuple):
     constants: tuple[str, ...]
     sizes: dict[str, tuple[Any, ...]]
     regime: str = ""
-    resident: bool = False
+    resident: str = ""
     also: tuple[str, ...] = ()
     causal: bool = False
 
@@ -71,11 +72,11 @@ _CHUNKS = {"num_warps": (1, 2, 4, 8), "num_stages": (1, 2, 3), "maxnreg": REGIST
 _COLUMNS = {**_CHUNKS, "VALUES": (32, 64)}
 _CAUSAL = ("causal_backward_query", "causal_backward_key", "summarize_gradients")
 KERNELS = {
-    "resident_forward": Kernel(triton_tuning, ("RESIDENT_FORWARD",), _SIDES, "pairwise", resident=True),
+    "resident_forward": Kernel(triton_tuning, ("RESIDENT_FORWARD",), _SIDES, "pairwise", resident="forward"),
     "pairwise_forward": Kernel(triton_tuning, ("PAIRWISE_FORWARD",), _SIDES, "pairwise"),
     "pairwise_backward_query": Kernel(triton_tuning, ("PAIRWISE_BACKWARD_QUERY",), _SIDES, "pairwise"),
     "pairwise_backward_key": Kernel(triton_tuning, ("PAIRWISE_BACKWARD_KEY",), _SIDES, "pairwise"),
-    "resident_backward_key": Kernel(triton_tuning, ("RESIDENT_BACKWARD_KEY",), _SIDES, "pairwise", resident=True),
+    "resident_backward_key": Kernel(triton_tuning, ("RESIDENT_BACKWARD_KEY",), _SIDES, "pairwise", resident="backward"),
     "summarize": Kernel(triton_tuning, ("SUMMARIZE",), _TOKENS, "summary"),
     "apply": Kernel(triton_tuning, ("APPLY",), _TOKENS, "summary"),
     "backward_query": Kernel(triton_tuning, ("BACKWARD_QUERY", "BACKWARD_QUERY_LONG"), _TOKENS, "summary"),
@@ -87,27 +88,30 @@ KERNELS = {
 }
 
 
+FLAGS = ("DOTS", "DIVIDE")
+CONSTANTS = (*sorted({name for kernel in KERNELS.values() for name in kernel.sizes}), "STAGES", *FLAGS)
+
+
 def read_sizes(text: str) -> tuple[str, tuple[Any, ...]]:
     """Read the values of a constant, such as "maxnreg=None,128".
 
     Raises:
-        InputError: It names no constant, or a value is not a number, True, False or None.
+        InputError: It names no constant of the kernels, or a value is not one of its kind.
     """
     name, _, values = text.partition("=")
-    words = {"None": None, "True": True, "False": False}
-    try:
-        found = tuple(words[value] if value in words else int(value) for value in values.split(","))
-    except ValueError:
-        raise InputError(f"--try {text}: give a constant and its values, such as maxnreg=None,128") from None
-    return name, found
+    if name not in CONSTANTS:
+        raise InputError(f"--try {text}: no constant of the kernels; there are {', '.join(CONSTANTS)}")
+    words = {"None": None} if name == "maxnreg" else {"True": True, "False": False} if name in FLAGS else {}
+    given = values.split(",")
+    if not all(x in words or (name not in FLAGS and x.isdecimal() and int(x) >= (name != "STAGES")) for x in given):
+        raise InputError(f"--try {text}: give the constant's values, such as maxnreg=None,128 or DOTS=True,False")
+    return name, tuple(words[x] if x in words else int(x) for x in given)
 
 
 def choices(kernel: Kernel) -> Iterator[dict[str, Any]]:
-    """Yield what is tried, without the entries that are None and without tiles of scores that are too large."""
+    """Yield what is tried, without the entries that are None."""
     for values in itertools.product(*kernel.sizes.values()):
-        tiles = {name: value for name, value in zip(kernel.sizes, values, strict=True) if value is not None}
-        if tiles.get("BQ", 0) * tiles.get("BK", 0) <= MOST_SCORES * 32 * tiles["num_warps"]:
-            yield tiles
+        yield {name: value for name, value in zip(kernel.sizes, values, strict=True) if value is not None}
 
 
 @contextmanager
@@ -128,12 +132,13 @@ def chosen(kernel: Kernel, tiles: dict[str, Any] | None) -> Iterator[None]:
 
         if kernel.regime == "pairwise":
             put("HOPPER_KB", NEVER_KB)
-            put("RESIDENT_BACKWARD_KB", 0 if "RESIDENT_BACKWARD_KEY" in kernel.constants else NEVER_KB)
-            put("is_resident", lambda *_: kernel.resident, triton_pairwise)
-        elif not kernel.regime and tiles is not None:
-            put("_tiles", lambda given, _: given, triton_launch)  # none for wide heads or other types in their place
-        for name in kernel.constants if tiles is not None else ():
-            put(name, replaced(getattr(kernel.place, name)), kernel.place)
+            put("is_resident", lambda *_, forward: kernel.resident == PASSES[forward], triton_pairwise)
+        new = {name: replaced(getattr(kernel.place, name)) for name in kernel.constants if tiles is not None}
+        for name, value in new.items():
+            put(name, value, kernel.place)
+        if new and not kernel.regime:  # also for wide heads and other types
+            usual = triton_launch._tiles
+            put("_tiles", lambda x, k: x if any(x is y for y in new.values()) else usual(x, k), triton_launch)
         forget_plans()
         yield
 
@@ -215,6 +220,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         call, expected = make_call(kernel, given, device), None
         for tiles in (None, *choices(kernel)):
             name = "now" if tiles is None else ", ".join(f"{entry} {value}" for entry, value in tiles.items())
+            if tiles and tiles.get("BQ", 0) * tiles.get("BK", 0) > MOST_SCORES * 32 * tiles["num_warps"]:
+                print(f"{name}: left out, more than {MOST_SCORES} scores for a thread", flush=True)
+                continue
             with chosen(kernel, tiles):
                 try:
                     with launches() as launched:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from headmix_lab.tiles import KERNELS, choices, chosen, launches, main, make_call, read_sizes
+from headmix_lab.tiles import CONSTANTS, KERNELS, choices, chosen, launches, main, make_call, read_sizes
+from headmix_vision.ops import hardware
 from headmix_vision.ops.hardware import INTERPRETED
 from headmix_vision.ops.runtime import Launch
 
@@ -21,13 +22,22 @@ def launched(name: str, call: Callable[[], object], tiles: dict[str, Any] | None
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="notes launches of CPU tensors")
+@pytest.mark.parametrize(("capability", "kilobytes"), [((9, 0), 227), ((8, 9), 99), ((8, 0), 163)])
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_choice_is_what_its_kernel_is_launched_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_is_what_its_kernel_is_launched_with(
+    name: str, capability: tuple[int, int], kilobytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = hardware.Gpu("a GPU", capability, kilobytes << 10)
+    monkeypatch.setattr(hardware, "find_gpu", lambda device: gpu)
     monkeypatch.setattr(Launch, "__call__", lambda *_: None)
     kernel = KERNELS[name]
     wanted = next(tiles for tiles in choices(kernel) if tiles == {entry: WANTED[entry] for entry in kernel.sizes})
-    others = () if kernel.resident or not kernel.regime else ((196, 72), (1024, 64))  # which the rest does not take
-    for tokens, dim in ((196, 64), *others):
+    sizes = [(196, 64)]
+    if kernel.regime == "pairwise" and not kernel.resident:
+        sizes += [(196, 72), (1024, 64)]
+    if kernel.regime == "summary":
+        sizes = [(1024, 64), (1024, 72)]  # blocks of 64 tokens: elsewhere tiles can be too long for parts
+    for tokens, dim in sizes:
         given = argparse.Namespace(tokens=tokens, batch=1, heads=2, dim=dim, r=4, dtype="bfloat16")
         call = make_call(kernel, given, torch.device("cpu"))
         before = launched(name, call, None)
@@ -40,14 +50,22 @@ def test_a_choice_is_what_its_kernel_is_launched_with(name: str, monkeypatch: py
 
 def test_values_to_try_are_read() -> None:
     assert read_sizes("STAGES=0,2") == ("STAGES", (0, 2))
-    assert read_sizes("DOTS=True,None") == ("DOTS", (True, None))
+    assert read_sizes("DOTS=True,False") == ("DOTS", (True, False))
+    assert read_sizes("maxnreg=None,128") == ("maxnreg", (None, 128))
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (["--tokens", "0"], "tokens must be a whole number of at least 1, got 0."),
-        (["--try", "VALUES"], "--try VALUES: give a constant and its values, such as maxnreg=None,128"),
+        *(
+            (["--try", text], f"--try {text}: give the constant's values, such as maxnreg=None,128 or DOTS=True,False")
+            for text in ("VALUES", "BT=-1", "BT=0", "num_warps=None", "DOTS=2", "STAGES=x", "maxnreg=True")
+        ),
+        *(
+            (["--try", text], f"--try {text}: no constant of the kernels; there are {', '.join(CONSTANTS)}")
+            for text in ("=3", "ONE_TILE=True")
+        ),
     ],
 )
 def test_wrong_numbers_are_refused(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -271,7 +271,7 @@ def test_gradients_of_a_packed_projection_are_written_in_place(impl, blocks):
 @pytest.mark.parametrize("blocks", [EVEN, UNEVEN], ids=["full", "masked"])
 def test_heads_held_on_chip(monkeypatch, blocks, prefetch_run):
     """As in bf16 and up to 256 tokens; here in float32, for the interpreter."""
-    monkeypatch.setattr(triton_pairwise, "is_resident", lambda *_: True)
+    monkeypatch.setattr(triton_pairwise, "is_resident", lambda *_, forward: True)
     monkeypatch.setattr(triton_tuning, "PREFETCH_RUN", prefetch_run)
     inputs, d_out = make(blocks)
     assert_agrees("triton_pairwise", inputs, d_out, blocks)

@@ -33,7 +33,7 @@ SCAN = Tiles(VALUES=64, num_warps=4, num_stages=3)
 CROWDED_SCAN = SCAN | Tiles(num_stages=2)
 INPUTS_BACKWARD = Tiles(VALUES=64, num_warps=4, num_stages=1)
 # GPUs that multiply registers have too few of them for 64 columns of values in a scan of one sub-head and in gradients
-# of inputs, and hold one program in a scan of two with three stages. Swept on the H200 in their place.
+# of inputs, and hold one program in a scan of two with three stages. Timed on an H200 in their place.
 NARROW_SCAN = Tiles(VALUES=32, num_warps=4, num_stages=2)
 NARROW_INPUTS_BACKWARD = Tiles(VALUES=32, num_warps=4, num_stages=2)
 # Joins are chains of short steps. Value columns need nothing of each other, so that narrow tiles give more programs.

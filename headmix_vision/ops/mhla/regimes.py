@@ -91,7 +91,8 @@ def cost(constants: Sequence[float], terms: Sequence[float]) -> float:
 def _causal(blocks: TokenBlocks, dim: int, value_dim: int, costs: Costs) -> tuple[float, float]:
     """Estimate both regimes of causal attention from the same constants, by counting.
 
-    On an H200 the faster one was chosen at every shape of ``benchmarks/bench_mhla.py --causal --shapes model``.
+    On an H200 the faster one was chosen at every shape of ``benchmarks/bench_mhla.py --causal --shapes model``. Where
+    products read registers nothing causal was timed.
 
     Pairwise kernels compute half of all pairs, and summary kernels half of those in each part of a block besides.
     """

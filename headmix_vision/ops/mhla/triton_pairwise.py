@@ -509,10 +509,14 @@ def _pairwise_tables(c: tuning.Tiles, q: Layout, mixing: Layout, settings: Setti
     return t, RunWeights(mixing, t)
 
 
-def is_resident(q: Layout, v: Layout, causal: bool) -> bool:
-    """Return whether pairwise kernels may hold all keys and values, or queries and gradients, of a head on chip."""
+def is_resident(q: Layout, v: Layout, causal: bool, forward: bool) -> bool:
+    """Return whether a pairwise kernel holds all keys and values, or queries and gradients, of a head on chip.
+
+    Where products read registers the forward kernel is as fast or faster tile by tile.
+    """
     fits = max(q.shape[-1], v.shape[-1]) <= 64 and q.shape[1] <= tuning.RESIDENT_TOKENS
-    return fits and q.dtype == torch.bfloat16 and not causal
+    pays = not q.gpu.multiplies_registers if forward else q.gpu.shared_memory >= tuning.RESIDENT_BACKWARD_KB << 10
+    return fits and pays and q.dtype == torch.bfloat16 and not causal
 
 
 class ForwardPlan(NamedTuple):
@@ -530,7 +534,7 @@ def _pairwise_forward(q: Layout, k: Layout, v: Layout, mixing: Layout, settings:
         table = block_of_token(settings.blocks, q.device)
         return ForwardPlan(lambda mixing: mixing, table, hopper.forward_launch(q, k, v, mixing, settings), True)
     B, N, H, D = q.shape
-    resident = is_resident(q, v, settings.causal) and not q.gpu.multiplies_registers
+    resident = is_resident(q, v, settings.causal, forward=True)
     c = tuning.resident(tuning.RESIDENT_FORWARD, N) if resident else choose_tiles(tuning.PAIRWISE_FORWARD, q, v)
     t, weights = _pairwise_tables(c, q, mixing, settings)
     align = alignment(q, k, v)
@@ -631,8 +635,7 @@ def _pairwise_backward_key(
     q: Layout, k: Layout, v: Layout, d_out: Layout, mixing: Layout, pack: int, settings: Settings
 ) -> PairwisePlan:
     B, N, H, D = q.shape
-    fits = q.gpu.shared_memory >= tuning.RESIDENT_BACKWARD_KB << 10
-    resident = fits and is_resident(q, v, settings.causal)
+    resident = is_resident(q, v, settings.causal, forward=False)
     c = (
         tuning.resident(tuning.RESIDENT_BACKWARD_KEY[q.gpu.multiplies_registers], N)
         if resident

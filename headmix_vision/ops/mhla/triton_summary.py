@@ -485,7 +485,7 @@ def count_summaries(settings: Settings) -> int:
 
 
 def _choose_tiles(table: tuple[tuning.Row, ...], x: Layout, y: Layout, settings: Settings) -> tuning.Tiles:
-    """Choose the tiles of a table, no longer than parts are; Hopper's products take 64 tokens at once anyway."""
+    """Choose the tiles of a table, where products read registers no longer than parts are."""
     c = choose_tiles(table, x, y)
     longest = triton.cdiv(settings.blocks.max_block_size, parts_of_a_block(settings))
     return c | {"BT": min(c["BT"], tuning.power_of_two(longest, 16))} if x.gpu.multiplies_registers else c

@@ -111,10 +111,10 @@ BACKWARD_KEY = (
     (
         Tiles(BT=16, num_warps=8, KB=204),
         Tiles(BT=16, num_warps=8, KB=128, ONE_TILE=True),
-        Tiles(BT=32, num_warps=4, ONE_TILE=True),
+        Tiles(BT=16, num_warps=4, ONE_TILE=True),
     ),
 )
-CAUSAL = (  # of Hopper 64 dims alone are swept
+CAUSAL = (  # of Hopper's rows that of 64 dims alone is swept
     Tiles(BT=64, num_warps=4),
     Tiles(BT=64, num_warps=4),
     Tiles(BT=32, num_warps=4),
@@ -130,7 +130,7 @@ RESIDENT_BACKWARD_KEY = (
     Tiles(BQ=128, BK=64, num_warps=4),
     Tiles(BQ=64, BK=128, num_warps=8),  # of GPUs that multiply registers, A100 has the memory
 )
-RESIDENT_BACKWARD_KB = 112
+RESIDENT_BACKWARD_KB = 128
 RESIDENT_TOKENS = 256
 # For the Gluon kernels of Hopper, around the sizes that they were measured at; dims are multiples of 8. They compute
 # 64, 128 or 256 rows. The three tiles of 65 to 96 queries in the backward kernel of 64 dims do not compile.
