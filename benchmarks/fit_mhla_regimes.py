@@ -3,10 +3,10 @@
     python -m benchmarks.fit_mhla_regimes
     python -m benchmarks.fit_mhla_regimes --device cpu --tiny    # tries the script itself, on the plain form
 
-Times both regimes, forward with backward in bf16, over tokens, blocks and head dims, and prints each time as it comes;
-fits the constants by non-negative least squares on relative errors; scales those of one regime so that choices lose
-least; prints them with what the choices lose against the better regime. Cards without Hopper's products have constants
-of their own: `python -m headmix_lab.stand_in benchmarks.fit_mhla_regimes --jobs 1`.
+Times both regimes, forward with backward in bf16, over tokens, blocks and head dims, and prints each time as it comes.
+Fits the constants by non-negative least squares on relative errors, then scales the summary regime's by the factor that
+loses least time to wrong choices. Prints constants and losses. GPUs that multiply by mma.sync have other constants:
+`python -m headmix_lab.stand_in benchmarks.fit_mhla_regimes --jobs 1`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from benchmarks.columns import Column, measure, run_checks, warm_up
 from benchmarks.mhla_cases import Shape, raster_inputs, run_mhla
 from headmix_lab.measuring import open_device, release_memory
 from headmix_lab.tables import markdown_table
-from headmix_vision.ops.hardware import multiplies_registers
 from headmix_vision.ops.mhla import regimes
 
 GRIDS = ((8, 8), (14, 14), (16, 16), (20, 20), (24, 24), (32, 32))
@@ -86,11 +85,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{label(shape)}: {pairwise_ns:.0f} {summary_ns:.0f}", flush=True)
         measured.append((shape, pairwise_ns, summary_ns))
         release_memory()
-    is_card = device.type == "cuda" and multiplies_registers(device)
-    name, tile = ("READING_REGISTERS", 16) if is_card else ("READING_MEMORY", regimes.TILE)
+    costs = regimes.costs_on(device) if device.type == "cuda" else regimes.WGMMA
+    name = "WGMMA" if costs is regimes.WGMMA else "MMA_SYNC"
     arguments = [(shape.blocks, shape.head_dim, shape.head_dim) for shape, *_ in measured]
-    pairwise_terms = [regimes.pairwise_terms(*a, on_hopper=not is_card) for a in arguments]
-    summary_terms = [regimes.summary_terms(*a, tile) for a in arguments]
+    pairwise_terms = [regimes.pairwise_terms(*a, on_hopper=costs is regimes.WGMMA) for a in arguments]
+    summary_terms = [regimes.summary_terms(*a, costs.rows) for a in arguments]
     pairwise, summary = (fit(x, [times[i] for times in measured]) for i, x in ((1, pairwise_terms), (2, summary_terms)))
 
     def choices(scale: float) -> list[tuple[str, float, float, str, float]]:

@@ -30,7 +30,7 @@ from headmix_vision.ops.mhla.triton_tuning import HOPPER_KB, programs_that_fit
 
 
 class Card(NamedTuple):
-    """What a card has.
+    """Limits of a card.
 
     Attributes:
         capability: CUDA compute capability.

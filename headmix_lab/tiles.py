@@ -5,13 +5,12 @@
     python -m headmix_lab.stand_in headmix_lab.tiles scan --tokens 1024 --batch 16     # as on RTX 30, 40 and 50
 
 Each line is a choice: us of the kernel in a call, by PyTorch's profiler, and the largest difference from the results
-with the present tiles, relative to their size. The line `now` has the present tiles. Inputs are random. `--try` names
-constants of a kernel with the values to try in place of those that stand here.
-`scan` is the forward and the backward scan of Head-in-Head, `causal_apply` all kernels for pairs within parts of blocks
-of causal MHLA: they share tiles. Pairwise kernels are the portable ones,
-on Hopper too. Tiles stand in `headmix_vision/ops/mhla/triton_tuning.py` and
-`headmix_vision/ops/head_in_head/triton_launch.py`. To see what a choice needs of each GPU, write it there and run
-`python -m benchmarks.compile_kernels --match KERNEL`.
+with the present tiles, relative to their size. The line `now` has the present tiles. Inputs are random. `--try` gives
+other values of a constant. Kernels that share tiles are timed together: `scan` is the forward and the backward scan of
+Head-in-Head, `causal_apply` all kernels for pairs within parts of blocks of causal MHLA. Pairwise kernels are the
+portable ones, on Hopper too. Tiles stand in `headmix_vision/ops/mhla/triton_tuning.py` and
+`headmix_vision/ops/head_in_head/triton_launch.py`. To see the registers and memory that a choice takes on each GPU,
+write it there and run `python -m benchmarks.compile_kernels --match KERNEL`.
 """
 
 import argparse
@@ -34,7 +33,7 @@ from headmix_vision.ops.runtime import KernelFailed, Launch, forget_plans
 
 CALLS = 12  # that are timed, after two others
 WARPS, REGISTERS = (2, 4, 8), (None, 128, 168)
-MOST_SCORES = 64  # of a thread, in registers: with more all kernels spill
+MOST_SCORES = 64  # of a thread, in registers, which accumulators need, too: larger tiles are left out
 BLOCKS = 4  # along each side of the picture
 PASSES = "backward", "forward"
 NEVER_KB = 1 << 20  # more shared memory than a GPU has: kernels that need it are not launched
@@ -206,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--heads", type=int, default=6, help="attention heads (%(default)s)")
     add("--dim", type=int, default=64, help="of a head (%(default)s)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the inputs (%(default)s)")
-    add("--try", nargs="+", default=(), metavar="NAME=VALUES", dest="sizes", help="what is tried, with commas between")
+    add("--try", nargs="+", default=(), metavar="NAME=VALUES", dest="sizes", help="other values to try: num_warps=4,8")
     add("--r", type=int, default=4, help="sub-heads of Head-in-Head (%(default)s)")
     given = parser.parse_args(argv)
     with one_line_errors():

@@ -76,8 +76,8 @@ class Gpu(NamedTuple):
         return not self.amd and self.capability[0] in (10, 11)
 
     @property
-    def multiplies_registers(self) -> bool:
-        """Whether products take both operands from registers (mma.sync): on A100 and on RTX 30, 40 and 50."""
+    def uses_mma_sync(self) -> bool:
+        """Whether products run as mma.sync, with both operands in registers: as on A100 and RTX 30, 40 and 50."""
         return not self.amd and self.capability[0] in (8, 12)
 
 
@@ -124,9 +124,9 @@ def is_amd(device: torch.device) -> bool:
 
 
 @constant_in_graphs
-def multiplies_registers(device: torch.device) -> bool:
-    """Return whether products of a device that the kernels can run on take both operands from registers."""
-    return gpu_behind(device).multiplies_registers
+def uses_mma_sync(device: torch.device) -> bool:
+    """Return whether a device that the kernels can run on multiplies by mma.sync."""
+    return gpu_behind(device).uses_mma_sync
 
 
 @constant_in_graphs

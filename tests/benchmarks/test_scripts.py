@@ -68,4 +68,18 @@ def test_regimes_are_fitted_to_what_is_timed(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(fit, "shapes", lambda: few)
     fit.main(["--device", "cpu", "--tiny"])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines[: lines.index(next(x for x in lines if x.startswith("READING_MEMORY")))]) == len(few[::5])
+    assert len(lines[: lines.index(next(x for x in lines if x.startswith("WGMMA")))]) == len(few[::5])
+
+
+def test_fitted_costs_choose_the_faster_regime(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def time_ns(shape: fit.Shape, impl: str, device: object) -> float:
+        """Return the time that the model predicts."""
+        call = shape.blocks, shape.head_dim, shape.head_dim
+        if impl == "pairwise":
+            return fit.regimes.cost(fit.regimes.WGMMA.pairwise, fit.regimes.pairwise_terms(*call, on_hopper=True))
+        return fit.regimes.cost(fit.regimes.WGMMA.summary, fit.regimes.summary_terms(*call))
+
+    monkeypatch.setattr(fit, "IMPLS", {"cpu": ("pairwise", "summary")})
+    monkeypatch.setattr(fit, "time_ns", time_ns)
+    fit.main(["--device", "cpu"])
+    assert capsys.readouterr().out.endswith("over the better: mean 1.000, worst 1.00\n")

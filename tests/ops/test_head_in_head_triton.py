@@ -448,7 +448,7 @@ def test_segments_are_for_long_sequences_of_few_small_heads(monkeypatch):
     assert count() == 0
 
 
-def test_scans_of_one_and_two_sub_heads_have_tiles_of_their_own_where_products_read_registers(monkeypatch):
+def test_scans_of_one_and_two_sub_heads_have_tiles_of_their_own_with_mma_sync(monkeypatch):
     def tiles(dim=64):
         runtime.forget_plans()
         found = []

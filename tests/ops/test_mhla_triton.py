@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headmix_vision.ops import TokenBlocks, TokenGrid, TokenRanks, hardware, mhla
 from headmix_vision.ops.hardware import why_no_kernels
-from headmix_vision.ops.mhla import regimes, triton_launch, triton_op, triton_pairwise, triton_summary, triton_tuning
+from headmix_vision.ops.mhla import regimes, triton_launch, triton_pairwise, triton_summary, triton_tuning
 from headmix_vision.ops.mhla.torch_impl import FEATURE_MAPS, NORMALIZERS, Settings, unpack
 from headmix_vision.ops.runtime import forget_plans, layout
 
@@ -176,7 +176,7 @@ def test_forms_of_rows_for_bfloat16(monkeypatch, row, blocks, dims):
 
 @pytest.fixture
 def rtx_4090(monkeypatch):
-    """What is there multiplies registers and has as little shared memory as the smallest GPUs."""
+    """Let the kernels choose as on an RTX 4090."""
     gpu = hardware.find_gpu(torch.device(DEVICE))
     gpu = gpu._replace(capability=(8, 9), shared_memory=hardware.LEAST_SHARED_MEMORY)
     monkeypatch.setattr(hardware, "find_gpu", lambda device: gpu)
@@ -195,7 +195,7 @@ def test_tiles_of_wide_heads_on_small_gpus(rtx_4090, impl, dim):
 @pytest.mark.parametrize(
     ("capability", "kilobytes", "resident"), [((8, 0), 163, (False, True)), ((8, 9), 99, (False, False))]
 )
-def test_keys_and_values_on_chip_where_products_read_registers(rtx_4090, monkeypatch, capability, kilobytes, resident):
+def test_keys_and_values_on_chip_with_mma_sync(rtx_4090, monkeypatch, capability, kilobytes, resident):
     gpu = rtx_4090._replace(capability=capability, shared_memory=kilobytes << 10)
     monkeypatch.setattr(hardware, "find_gpu", lambda device: gpu)
     x = layout(torch.empty(1, 196, 2, 64, dtype=torch.bfloat16, device=DEVICE))
@@ -206,7 +206,7 @@ def test_keys_and_values_on_chip_where_products_read_registers(rtx_4090, monkeyp
 
 
 @pytest.mark.parametrize(("side", "rows"), [(14, 16), (32, 64), (64, 64)])
-def test_tiles_are_no_longer_than_parts_where_products_read_registers(rtx_4090, side, rows):
+def test_tiles_are_no_longer_than_parts_with_mma_sync(rtx_4090, side, rows):
     blocks = TokenBlocks.from_grid((side, side), (4, 4))
     x = layout(torch.empty(1, side**2, 2, 64, dtype=torch.bfloat16, device=DEVICE))
     assert triton_summary._summarize(x, x, Settings(blocks, regime="summary")).launch.constants["BT"] == rows
@@ -497,10 +497,10 @@ def test_cost_model_knows_the_kernels_of_hopper(side, block_side, dim):
         (32, 4, 0, 128, "summary"),
     ],
 )
-def test_cost_model_knows_where_products_read_registers(side, block_side, prefix, dim, regime):
+def test_cost_model_knows_with_mma_sync(side, block_side, prefix, dim, regime):
     """The faster one on an H200 in place of an RTX card."""
     blocks = TokenBlocks.from_grid((side, side), (block_side, block_side), prefix)
-    assert regimes.choose_regime(blocks, dim, dim, costs=regimes.READING_REGISTERS) == regime
+    assert regimes.choose_regime(blocks, dim, dim, costs=regimes.MMA_SYNC) == regime
 
 
 @pytest.mark.parametrize(("prefix", "repeats"), [(0, 1), (1, 1), (3, 2), (5, 3)])
@@ -514,9 +514,9 @@ def test_cost_model_counts_the_runs_of_the_kernels(prefix, repeats):
     assert found == {False} if repeats == 2 else {False, True}
 
 
-@pytest.mark.parametrize("costs", ["READING_MEMORY", "READING_REGISTERS"])
+@pytest.mark.parametrize("costs", ["WGMMA", "MMA_SYNC"])
 def test_cost_model_decides_what_triton_runs(monkeypatch, request, costs):
-    if costs == "READING_REGISTERS":
+    if costs == "MMA_SYNC":
         request.getfixturevalue("rtx_4090")
     launched = []
     for module, name in ((triton_pairwise, "pairwise_forward"), (triton_summary, "summarize")):
@@ -525,8 +525,8 @@ def test_cost_model_decides_what_triton_runs(monkeypatch, request, costs):
     inputs, _ = make(EVEN)
     for regime, expected in (("pairwise", "pairwise_forward"), ("summary", "summarize")):
         with monkeypatch.context() as patch:
-            nothing = [0.0] * len(getattr(regimes.READING_MEMORY, regime))
-            patch.setattr(triton_op, costs, getattr(regimes, costs)._replace(**{regime: nothing}))
+            nothing = [0.0] * len(getattr(regimes.WGMMA, regime))
+            patch.setattr(regimes, costs, getattr(regimes, costs)._replace(**{regime: nothing}))
             forget_plans()
             mhla(*inputs, EVEN, impl="triton")
         assert launched.pop() == expected

@@ -32,8 +32,8 @@ PREPARE = Tiles(num_warps=1, num_stages=1)
 SCAN = Tiles(VALUES=64, num_warps=4, num_stages=3)
 CROWDED_SCAN = SCAN | Tiles(num_stages=2)
 INPUTS_BACKWARD = Tiles(VALUES=64, num_warps=4, num_stages=1)
-# GPUs that multiply registers have too few of them for 64 columns of values in a scan of one sub-head and in gradients
-# of inputs, and hold one program in a scan of two with three stages. Timed on an H200 in their place.
+# With mma.sync, registers do not hold 64 columns of values in a scan of one sub-head and in gradients of inputs. A scan
+# of two with three stages leaves shared memory for one program. Timed on an H200 in place of an RTX card.
 NARROW_SCAN = Tiles(VALUES=32, num_warps=4, num_stages=2)
 NARROW_INPUTS_BACKWARD = Tiles(VALUES=32, num_warps=4, num_stages=2)
 # Joins are chains of short steps. Value columns need nothing of each other, so that narrow tiles give more programs.
@@ -206,7 +206,7 @@ def _scan_tiles(heads: int, v: Layout, mask: Layout) -> Tiles:
         # With stages Triton lets a product begin with the state before the decay has scaled it (triton #10993), where
         # sums are in tensor memory; AMD's GPUs have no shared memory for stages.
         return SCAN | Tiles(num_stages=1)
-    if v.gpu.multiplies_registers:
+    if v.gpu.uses_mma_sync:
         return {1: NARROW_SCAN, 2: CROWDED_SCAN}.get(mask.shape[-1], SCAN)
     if mask.shape[-1] > 1 or heads * -(-v.shape[-1] // SCAN["VALUES"]) <= v.gpu.processors:
         return SCAN
@@ -261,7 +261,7 @@ def _plan(
             block["summarize"] = Launch(scan_backward_kernel, (programs,), numbers, scanning | dict(FINAL=False))
             block["scan_backward"] = Launch(scan_backward_kernel, (programs,), numbers, scanning | dict(FINAL=begins))
             numbers = (*qkv, *gates, *masks, *d_strides, *sizes)
-            narrow = k.gpu.multiplies_registers and (mask.shape[-1] == 1 or Dk <= 64)
+            narrow = k.gpu.uses_mma_sync and (mask.shape[-1] == 1 or Dk <= 64)
             tiles = _values(k, v, mask, NARROW_INPUTS_BACKWARD if narrow else INPUTS_BACKWARD)
             block["inputs_backward"] = Launch(inputs_backward_kernel, (B * H * C,), numbers, constants | tiles)
         if segments:

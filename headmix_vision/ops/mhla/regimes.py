@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
+from headmix_vision.ops.hardware import uses_mma_sync
 from headmix_vision.ops.mhla.triton_tuning import fits_hopper
 from headmix_vision.ops.token_blocks import TokenBlocks
 
@@ -26,18 +29,22 @@ class Costs(NamedTuple):
     rows: int
 
 
-# By where products take their operands from: shared memory, as on Hopper, or registers.
-READING_MEMORY = Costs((5.19e-3, 3.06e-5, 0, 6.31e-3, 6.03e-3), (4.6e-3, 3.2e-2, 6.75e-4, 8.08e-6), rows=64)
-READING_REGISTERS = Costs((8.37e-3, 0, 4.31e-5, 1.02e-2, 0), (8.02e-3, 3.19e-2, 4.25e-3, 4.07e-5), rows=16)
+# By the instruction for products: wgmma, on Hopper, or mma.sync. GPUs of other instructions take the former.
+WGMMA = Costs((5.19e-3, 3.06e-5, 0, 6.31e-3, 6.03e-3), (4.6e-3, 3.2e-2, 6.75e-4, 8.08e-6), rows=64)
+MMA_SYNC = Costs((8.37e-3, 0, 4.31e-5, 1.02e-2, 0), (8.02e-3, 3.19e-2, 4.25e-3, 4.07e-5), rows=16)
+
+
+def costs_on(device: torch.device) -> Costs:
+    """Return the costs of a device that the kernels can run on."""
+    return MMA_SYNC if uses_mma_sync(device) else WGMMA
 
 
 def pairwise_terms(
     blocks: TokenBlocks, dim: int, value_dim: int, on_hopper: bool = False
 ) -> tuple[float, float, float, float, float]:
-    """Count the entries of the tokens' rows, products over all pairs, once more by padded columns, and own weights.
+    """Count entries of rows, products over all pairs, the same with padded columns, and pairs with own weights.
 
-    Products are counted in whole tiles; each pair of tokens has a weight, or none has. Where the Gluon kernels run, the
-    last term alone counts: the entries of the rows.
+    Products are counted in whole tiles. Where the Gluon kernels run, only the last term counts: entries of rows.
 
     Args:
         blocks, dim, value_dim: of the call.
@@ -60,7 +67,7 @@ def summary_terms(blocks: TokenBlocks, dim: int, value_dim: int, rows: int = TIL
 
 
 def _padded(dim: int) -> int:
-    """Count the columns whose products take as long as those of a head; the second part of a wide one has a price."""
+    """Return the columns that a pairwise kernel pays for: at least 64, and more where a head takes two tiles."""
     return 64 if dim <= 64 else dim + 24 if dim < 128 else 128
 
 
@@ -91,8 +98,8 @@ def cost(constants: Sequence[float], terms: Sequence[float]) -> float:
 def _causal(blocks: TokenBlocks, dim: int, value_dim: int, costs: Costs) -> tuple[float, float]:
     """Estimate both regimes of causal attention from the same constants, by counting.
 
-    On an H200 the faster one was chosen at every shape of ``benchmarks/bench_mhla.py --causal --shapes model``. Where
-    products read registers nothing causal was timed.
+    On an H200 the faster one was chosen at every shape of ``benchmarks/bench_mhla.py --causal --shapes model``. With
+    mma.sync causal regimes were not timed.
 
     Pairwise kernels compute half of all pairs, and summary kernels half of those in each part of a block besides.
     """
@@ -113,9 +120,15 @@ def choose_regime(
     value_dim: int,
     causal: bool = False,
     on_hopper: bool = False,
-    costs: Costs = READING_MEMORY,
+    costs: Costs = WGMMA,
 ) -> str:
-    """Return "pairwise" or "summary", whichever is estimated faster; ``on_hopper``: where the Gluon kernels run."""
+    """Return "pairwise" or "summary", whichever is estimated faster.
+
+    Args:
+        blocks, dim, value_dim, causal: of the call.
+        on_hopper: whether the Gluon kernels run where they take the shape.
+        costs: of the GPU, by :func:`costs_on`.
+    """
     if causal:
         return choose(*_causal(blocks, dim, value_dim, costs))
     return choose(

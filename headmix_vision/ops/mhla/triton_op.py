@@ -26,13 +26,12 @@ from headmix_vision.ops.dispatch import (
     stand_in,
     without_dispatcher,
 )
-from headmix_vision.ops.hardware import multiplies_registers
 from headmix_vision.ops.mhla import triton_causal as causal
 from headmix_vision.ops.mhla import triton_pairwise as pairwise
 from headmix_vision.ops.mhla import triton_summary as summary
 from headmix_vision.ops.mhla import triton_tiles as shared
 from headmix_vision.ops.mhla.hopper.launch import serve
-from headmix_vision.ops.mhla.regimes import READING_MEMORY, READING_REGISTERS, choose_regime
+from headmix_vision.ops.mhla.regimes import choose_regime, costs_on
 from headmix_vision.ops.mhla.torch_impl import (
     Settings,
     apply_feature_map,
@@ -71,8 +70,7 @@ def plan_triton(
     if regime is None:
         shape = settings.blocks, q.shape[-1], v.shape[-1]
         on_hopper = not settings.causal and fits_hopper(*shape) and serve(q.dtype, q.device, fallback)
-        costs = READING_REGISTERS if multiplies_registers(q.device) else READING_MEMORY
-        regime = choose_regime(*shape, settings.causal, on_hopper, costs)
+        regime = choose_regime(*shape, settings.causal, on_hopper, costs_on(q.device))
     settings = settings._replace(regime=regime)
     return partial(mhla_triton, settings=settings, packed=tuple(settings.pack()))
 

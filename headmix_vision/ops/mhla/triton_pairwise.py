@@ -512,10 +512,10 @@ def _pairwise_tables(c: tuning.Tiles, q: Layout, mixing: Layout, settings: Setti
 def is_resident(q: Layout, v: Layout, causal: bool, forward: bool) -> bool:
     """Return whether a pairwise kernel holds all keys and values, or queries and gradients, of a head on chip.
 
-    Where products read registers the forward kernel is as fast or faster tile by tile.
+    With mma.sync the forward kernel reads them tile by tile: that is as fast on A100 and faster on RTX cards.
     """
     fits = max(q.shape[-1], v.shape[-1]) <= 64 and q.shape[1] <= tuning.RESIDENT_TOKENS
-    pays = not q.gpu.multiplies_registers if forward else q.gpu.shared_memory >= tuning.RESIDENT_BACKWARD_KB << 10
+    pays = not q.gpu.uses_mma_sync if forward else q.gpu.shared_memory >= tuning.RESIDENT_BACKWARD_KB << 10
     return fits and pays and q.dtype == torch.bfloat16 and not causal
 
 
@@ -637,7 +637,7 @@ def _pairwise_backward_key(
     B, N, H, D = q.shape
     resident = is_resident(q, v, settings.causal, forward=False)
     c = (
-        tuning.resident(tuning.RESIDENT_BACKWARD_KEY[q.gpu.multiplies_registers], N)
+        tuning.resident(tuning.RESIDENT_BACKWARD_KEY[q.gpu.uses_mma_sync], N)
         if resident
         else choose_tiles(tuning.PAIRWISE_BACKWARD_KEY, q, v)
     )

@@ -484,11 +484,11 @@ def count_summaries(settings: Settings) -> int:
     return settings.blocks.num_blocks * parts_of_a_block(settings) // _summed_parts(settings)
 
 
-def _choose_tiles(table: tuple[tuning.Row, ...], x: Layout, y: Layout, settings: Settings) -> tuning.Tiles:
-    """Choose the tiles of a table, where products read registers no longer than parts are."""
+def _tiles_for_parts(table: tuple[tuning.Row, ...], x: Layout, y: Layout, settings: Settings) -> tuning.Tiles:
+    """Choose the tiles of a table. With mma.sync, shorten them to the longest part of a block."""
     c = choose_tiles(table, x, y)
     longest = triton.cdiv(settings.blocks.max_block_size, parts_of_a_block(settings))
-    return c | {"BT": min(c["BT"], tuning.power_of_two(longest, 16))} if x.gpu.multiplies_registers else c
+    return c | {"BT": min(c["BT"], tuning.power_of_two(longest, 16))} if x.gpu.uses_mma_sync else c
 
 
 def _token_constants(
@@ -541,7 +541,7 @@ def _sum_parts(of_parts: Summaries, q: Tensor, settings: Settings) -> Summaries:
 def _summarize(k: Layout, v: Layout, settings: Settings) -> TokenPlan:
     B, _, H, _ = k.shape
     t = parts(settings.blocks, parts_of_a_block(settings), k.device)
-    c = _choose_tiles(tuning.SUMMARIZE, k, v, settings)
+    c = _tiles_for_parts(tuning.SUMMARIZE, k, v, settings)
     align = alignment(k, v)
     numbers = (*row_strides(align, k, v), H, *t.shape, settings.eps)
     constants = _token_constants(k, v, settings, align, t, c, STAGES=0, DOTS=False)
@@ -586,7 +586,7 @@ def mix(summaries: Summaries, mixing: Tensor, settings: Settings, transposed: bo
 @planned
 def _apply(q: Layout, out: Layout, settings: Settings) -> TokenPlan:
     B, N, H, D = q.shape
-    c = _choose_tiles(tuning.APPLY, q, out, settings)
+    c = _tiles_for_parts(tuning.APPLY, q, out, settings)
     t, split = _token_parts(q, settings, c)
     align = alignment(q)
     numbers = (*row_strides(align, q), N, H, settings.blocks.num_blocks, len(t), split, t.shape[1], settings.eps)
@@ -617,10 +617,10 @@ def summary_backward(call: Backward) -> Gradients:
 def _backward_query(q: Layout, d_out: Layout, pack: int, settings: Settings) -> TokenPlan:
     B, N, H, D = q.shape
     t = parts(settings.blocks, parts_of_a_block(settings), q.device)
-    c = _choose_tiles(tuning.BACKWARD_QUERY, q, d_out, settings)
+    c = _tiles_for_parts(tuning.BACKWARD_QUERY, q, d_out, settings)
     single = t.shape[1] <= c["BT"]
     if not single:
-        c = _choose_tiles(tuning.BACKWARD_QUERY_LONG, q, d_out, settings)
+        c = _tiles_for_parts(tuning.BACKWARD_QUERY_LONG, q, d_out, settings)
     align = alignment(q, d_out)
     sizes = (N, H, settings.blocks.num_blocks, len(t), parts_of_a_block(settings), t.shape[1])
     constants = _token_constants(q, d_out, settings, align, t, c, STAGES=0, DOTS=False, DIVIDE=single, PACK=pack)
@@ -689,7 +689,7 @@ def mixing_gradient(backward: Summaries, forward: Summaries, mixing: Tensor, set
 @planned
 def _backward_key(k: Layout, v: Layout, pack: int, settings: Settings) -> TokenPlan:
     B, N, H, _ = k.shape
-    c = _choose_tiles(tuning.BACKWARD_KEY, k, v, settings)
+    c = _tiles_for_parts(tuning.BACKWARD_KEY, k, v, settings)
     t, split = _token_parts(k, settings, c)
     align = alignment(k, v)
     numbers = (*row_strides(align, k, v), N, H, settings.blocks.num_blocks, len(t), split, t.shape[1], settings.eps)

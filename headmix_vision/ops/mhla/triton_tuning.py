@@ -1,6 +1,6 @@
 """Hold the tile sizes of the Triton kernels: the best of sweeps on an H200 (bf16, head dims 64, 72 and 128).
 
-GPUs without Hopper's products have rows of their own, swept on the H200 in their place (``headmix_lab.stand_in``).
+GPUs that multiply by mma.sync have other rows, swept on the H200 in their place (``headmix_lab.stand_in``).
 
 In names T means tokens, Q queries, K keys, M and C rows and columns of the mixing, F entries of a summary. Tiles that
 need more shared memory than the smallest GPU has name the need as KB, and others follow that need less;
@@ -27,9 +27,9 @@ def head_parts(dim: int) -> tuple[int, int]:
     return (first, 0) if rest <= 0 else (first, max(16, 1 << (rest - 1).bit_length()))
 
 
-# Each table has rows for bfloat16 heads of up to 64, up to 127 (two parts) and 128 dims, then the same for GPUs that
-# multiply registers, then a row for float32 products, and one for those of wide heads. A row that needs more than the
-# smallest GPU has is followed by what takes its place there.
+# Each table has three rows for bfloat16 heads of up to 64, up to 127 (two parts) and 128 dims, three more for mma.sync,
+# one for float32 products, and one for float32 products of wide heads. A row that exceeds the shared memory of the
+# smallest GPU is a tuple of choices; the first that fits is taken.
 PAIRWISE_FORWARD = (
     Tiles(BQ=128, BK=64, num_warps=8, maxnreg=128),
     Tiles(BQ=128, BK=64, num_warps=8, maxnreg=128),
@@ -128,7 +128,7 @@ CAUSAL = (  # of Hopper's rows that of 64 dims alone is swept
 RESIDENT_FORWARD = Tiles(BQ=64, BK=128, num_warps=4, maxnreg=168)
 RESIDENT_BACKWARD_KEY = (
     Tiles(BQ=128, BK=64, num_warps=4),
-    Tiles(BQ=64, BK=128, num_warps=8),  # of GPUs that multiply registers, A100 has the memory
+    Tiles(BQ=64, BK=128, num_warps=8),  # mma.sync: A100 has the memory
 )
 RESIDENT_BACKWARD_KB = 128
 RESIDENT_TOKENS = 256
@@ -259,7 +259,7 @@ def tiles(table: tuple[Row, ...], dim: int, dtype: torch.dtype, gpu: Gpu) -> Til
         a matrix; with DIVIDE denominators divide the queries; a PRECISION takes the place of the type's.
     """
     if dtype == torch.bfloat16:
-        row = table[(0 if dim <= 64 else 1 if dim < 128 else 2) + 3 * gpu.multiplies_registers]
+        row = table[(0 if dim <= 64 else 1 if dim < 128 else 2) + 3 * gpu.uses_mma_sync]
     else:
         row = table[7 if is_wide(dim, dtype) else 6]
     rows = row if isinstance(row, tuple) else (row,)
