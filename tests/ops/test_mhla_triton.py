@@ -205,14 +205,36 @@ def test_keys_and_values_on_chip_with_mma_sync(rtx_4090, monkeypatch, capability
     assert tuple("resident" in launch.kernel.__name__ for launch in (forward, backward)) == resident
 
 
-@pytest.mark.parametrize(("side", "rows"), [(14, 16), (32, 64), (64, 64)])
-def test_tiles_are_no_longer_than_parts_with_mma_sync(rtx_4090, side, rows):
+@pytest.mark.parametrize(
+    ("capability", "side", "dim", "rows"),
+    [((8, 9), 14, 64, (16, 16)), ((8, 9), 32, 64, (64, 32)), ((8, 9), 64, 64, (64, 32)), ((8, 9), 14, 72, (16, 16)),
+     ((9, 0), 14, 64, (16, 16)), ((9, 0), 14, 72, (16, 64))],
+)  # fmt: skip
+def test_tiles_are_no_longer_than_parts(rtx_4090, monkeypatch, capability, side, dim, rows):
+    """Gradients of heads in two parts keep longer tiles where products are not by mma.sync."""
+    monkeypatch.setattr(hardware, "find_gpu", lambda device: rtx_4090._replace(capability=capability))
     blocks = TokenBlocks.from_grid((side, side), (4, 4))
-    x = layout(torch.empty(1, side**2, 2, 64, dtype=torch.bfloat16, device=DEVICE))
-    assert triton_summary._summarize(x, x, Settings(blocks, regime="summary")).launch.constants["BT"] == rows
+    x = layout(torch.empty(1, side**2, 2, dim, dtype=torch.bfloat16, device=DEVICE))
+    settings = Settings(blocks, regime="summary")
+    plans = triton_summary._summarize(x, x, settings), triton_summary._backward_key(x, x, 1, settings)
+    assert tuple(plan.launch.constants["BT"] for plan in plans) == rows
     if side == 14:
-        inputs, d_out = make(blocks)
+        inputs, d_out = make(blocks, dim=dim)
         assert_agrees("triton_summary", inputs, d_out, blocks)
+
+
+@pytest.mark.parametrize(
+    ("side", "dims", "exact"),
+    [(16, (72, 72), True), (16, (80, 64), True), (32, (72, 72), False), (16, (96, 96), False)],
+)
+def test_products_that_crowd_registers_are_exact(rtx_4090, monkeypatch, side, dims, exact):
+    """Float32 heads of 65 to 80 dims in one tile: on Hopper compiled products on tensor cores took 60 times as long."""
+    gpu = rtx_4090._replace(capability=(9, 0), shared_memory=227 << 10)
+    monkeypatch.setattr(hardware, "find_gpu", lambda device: gpu)
+    k, v = (layout(torch.empty(1, side**2, 2, dim, device=DEVICE)) for dim in dims)
+    settings = Settings(TokenBlocks.from_grid((side, side), (4, 4)), regime="summary")
+    constants = triton_summary._backward_key(k, v, 1, settings).launch.constants
+    assert (constants["PRECISION"] == "ieee", constants["num_warps"]) == (exact, 4)
 
 
 @pytest.mark.parametrize("causal", [False, True])

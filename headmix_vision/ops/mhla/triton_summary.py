@@ -484,23 +484,33 @@ def count_summaries(settings: Settings) -> int:
     return settings.blocks.num_blocks * parts_of_a_block(settings) // _summed_parts(settings)
 
 
-def _tiles_for_parts(table: tuple[tuning.Row, ...], x: Layout, y: Layout, settings: Settings) -> tuning.Tiles:
-    """Choose the tiles of a table. With mma.sync, shorten them to the longest part of a block."""
+def _tiles_for_parts(
+    table: tuple[tuning.Row, ...], x: Layout, y: Layout, settings: Settings, gradients: bool = False
+) -> tuning.Tiles:
+    """Choose the tiles of a table, no longer than the longest part of a block.
+
+    Kernels of gradients keep longer ones for heads in two parts where products are not by mma.sync: they are faster.
+    """
     c = choose_tiles(table, x, y)
+    if gradients and not x.gpu.uses_mma_sync and any(tuning.head_parts(z.shape[-1])[1] for z in (x, y)):
+        return c
     longest = triton.cdiv(settings.blocks.max_block_size, parts_of_a_block(settings))
-    return c | {"BT": min(c["BT"], tuning.power_of_two(longest, 16))} if x.gpu.uses_mma_sync else c
+    return c | {"BT": min(c["BT"], tuning.power_of_two(longest, 16))}
 
 
 def _token_constants(
     q: Layout, v: Layout, settings: Settings, align: int, t: Tensor, c: tuning.Tiles, **defaults: Any
 ) -> dict[str, Any]:
     size, tile = t.shape[1], c["BT"]
+    single = size <= tile
     tiles = defaults | {name: value for name, value in c.items() if name != "ONE_TILE"}
-    if size <= tile and "STAGES" in tiles:
+    if single and "STAGES" in tiles:
         tiles["STAGES"] = 0
+    if single and tuning.crowds_registers(tile, q.dtype, q.shape[-1], v.shape[-1]):
+        tiles |= tuning.CROWDED
     # Where loads are written a tile ahead, one tile after the last is loaded, too.
     full = size % tile == 0 and t.numel() == q.shape[1] and (size == tile or tiles.get("STAGES", 0) > 0)
-    return dict(SINGLE=size <= tile, FULL=full, num_stages=1) | kernel_constants(q, v, settings, align) | tiles
+    return dict(SINGLE=single, FULL=full, num_stages=1) | kernel_constants(q, v, settings, align) | tiles
 
 
 def _token_parts(q: Layout, settings: Settings, c: tuning.Tiles) -> tuple[Tensor, int]:
@@ -617,10 +627,10 @@ def summary_backward(call: Backward) -> Gradients:
 def _backward_query(q: Layout, d_out: Layout, pack: int, settings: Settings) -> TokenPlan:
     B, N, H, D = q.shape
     t = parts(settings.blocks, parts_of_a_block(settings), q.device)
-    c = _tiles_for_parts(tuning.BACKWARD_QUERY, q, d_out, settings)
+    c = _tiles_for_parts(tuning.BACKWARD_QUERY, q, d_out, settings, gradients=True)
     single = t.shape[1] <= c["BT"]
     if not single:
-        c = _tiles_for_parts(tuning.BACKWARD_QUERY_LONG, q, d_out, settings)
+        c = _tiles_for_parts(tuning.BACKWARD_QUERY_LONG, q, d_out, settings, gradients=True)
     align = alignment(q, d_out)
     sizes = (N, H, settings.blocks.num_blocks, len(t), parts_of_a_block(settings), t.shape[1])
     constants = _token_constants(q, d_out, settings, align, t, c, STAGES=0, DOTS=False, DIVIDE=single, PACK=pack)
@@ -689,7 +699,7 @@ def mixing_gradient(backward: Summaries, forward: Summaries, mixing: Tensor, set
 @planned
 def _backward_key(k: Layout, v: Layout, pack: int, settings: Settings) -> TokenPlan:
     B, N, H, _ = k.shape
-    c = _tiles_for_parts(tuning.BACKWARD_KEY, k, v, settings)
+    c = _tiles_for_parts(tuning.BACKWARD_KEY, k, v, settings, gradients=True)
     t, split = _token_parts(k, settings, c)
     align = alignment(k, v)
     numbers = (*row_strides(align, k, v), N, H, settings.blocks.num_blocks, len(t), split, t.shape[1], settings.eps)

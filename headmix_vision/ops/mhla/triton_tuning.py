@@ -28,8 +28,9 @@ def head_parts(dim: int) -> tuple[int, int]:
 
 
 # Each table has three rows for bfloat16 heads of up to 64, up to 127 (two parts) and 128 dims, three more for mma.sync,
-# one for float32 products, and one for float32 products of wide heads. A row that exceeds the shared memory of the
-# smallest GPU is a tuple of choices; the first that fits is taken.
+# one for float32 products, and two for those of wide heads: up to 96 and up to 128 dims. Where the last is missing, the
+# one before serves. A row that exceeds the shared memory of the smallest GPU is a tuple of choices; the first that fits
+# is taken.
 PAIRWISE_FORWARD = (
     Tiles(BQ=128, BK=64, num_warps=8, maxnreg=128),
     Tiles(BQ=128, BK=64, num_warps=8, maxnreg=128),
@@ -78,7 +79,8 @@ APPLY = (
     Tiles(BT=64, num_warps=4, maxnreg=128, DOTS=True, ONE_TILE=True),
     Tiles(BT=64, num_warps=8, maxnreg=128),
     Tiles(BT=32, num_warps=4),
-    (Tiles(BT=32, num_warps=4, KB=120), Tiles(BT=32, num_warps=4, ONE_TILE=True)),
+    Tiles(BT=16, num_warps=4),
+    (Tiles(BT=16, num_warps=4, KB=120), Tiles(BT=32, num_warps=4, ONE_TILE=True)),
 )
 BACKWARD_QUERY = (  # for parts of one tile; LONG is for longer parts
     Tiles(BT=64, num_warps=4, maxnreg=128),
@@ -88,6 +90,7 @@ BACKWARD_QUERY = (  # for parts of one tile; LONG is for longer parts
     Tiles(BT=64, num_warps=4, DOTS=True),
     Tiles(BT=32, num_warps=8),
     Tiles(BT=16, num_warps=8),
+    Tiles(BT=16, num_warps=4),
     Tiles(BT=16, num_warps=8),
 )
 BACKWARD_QUERY_LONG = (
@@ -98,6 +101,7 @@ BACKWARD_QUERY_LONG = (
     Tiles(BT=64, num_warps=4, STAGES=3, DOTS=True, DIVIDE=True),
     Tiles(BT=32, num_warps=8),
     Tiles(BT=16, num_warps=8),
+    Tiles(BT=16, num_warps=4),
     (Tiles(BT=16, num_warps=8, KB=120), Tiles(BT=16, num_warps=8, PRECISION="ieee")),
 )
 BACKWARD_KEY = (
@@ -108,6 +112,7 @@ BACKWARD_KEY = (
     Tiles(BT=32, num_warps=2),
     Tiles(BT=32, num_warps=8),
     Tiles(BT=32, num_warps=4),
+    (Tiles(BT=16, num_warps=4, KB=128), Tiles(BT=16, num_warps=4, ONE_TILE=True)),
     (
         Tiles(BT=16, num_warps=8, KB=204),
         Tiles(BT=16, num_warps=8, KB=128, ONE_TILE=True),
@@ -124,6 +129,7 @@ CAUSAL = (  # of Hopper's rows that of 64 dims alone is swept
     Tiles(BT=32, num_warps=4),
     Tiles(BT=16, num_warps=4),
 )
+CROWDED = Tiles(num_warps=4, PRECISION="ieee")  # in place of other entries, by crowds_registers
 # All keys and values, or queries and gradients, of a head on chip: for up to RESIDENT_TOKENS and head dims up to 64.
 RESIDENT_FORWARD = Tiles(BQ=64, BK=128, num_warps=4, maxnreg=168)
 RESIDENT_BACKWARD_KEY = (
@@ -244,6 +250,15 @@ def is_wide(dim: int, dtype: torch.dtype) -> bool:
     return dim > {torch.float32: 64, torch.float16: 96}.get(dtype, dim)
 
 
+def crowds_registers(tile: int, dtype: torch.dtype, *dims: int) -> bool:
+    """Return whether registers are too few for products on tensor cores in a kernel without a loop.
+
+    That is so for float32 heads of 65 to 80 dims, in parts of 64 and 16 columns, where a tile has fewer than 64 tokens:
+    then both operands of a product are in registers. The compiler gave such kernels 32 registers and 8 KB of stack.
+    """
+    return dtype == torch.float32 and tile < 64 and any(64 < dim <= 80 for dim in dims)
+
+
 def tiles(table: tuple[Row, ...], dim: int, dtype: torch.dtype, gpu: Gpu) -> Tiles:
     """Choose the tiles of a table.
 
@@ -261,7 +276,8 @@ def tiles(table: tuple[Row, ...], dim: int, dtype: torch.dtype, gpu: Gpu) -> Til
     if dtype == torch.bfloat16:
         row = table[(0 if dim <= 64 else 1 if dim < 128 else 2) + 3 * gpu.uses_mma_sync]
     else:
-        row = table[7 if is_wide(dim, dtype) else 6]
+        index = 6 if not is_wide(dim, dtype) else 7 if dim <= 96 else 8
+        row = table[min(index, len(table) - 1)]
     rows = row if isinstance(row, tuple) else (row,)
     fitting = next(tiles for tiles in rows if tiles.get("KB", 0) << 10 <= gpu.shared_memory)
     return {name: value for name, value in fitting.items() if name != "KB"}
