@@ -8,7 +8,8 @@ Each line is a choice: us of the kernel in a call, by PyTorch's profiler, and th
 with the present tiles, relative to their size. The line `now` has the present tiles. Inputs are random. `--try` gives
 other values of a constant. Kernels that share tiles are timed together: `scan` is the forward and the backward scan of
 Head-in-Head, `causal_apply` all kernels for pairs within parts of blocks of causal MHLA. Pairwise kernels are the
-portable ones, on Hopper too. Tiles stand in `headmix_vision/ops/mhla/triton_tuning.py` and
+portable ones, on Hopper too. A choice that the launch overrules, such as a tile longer than a part of a block, is `not
+launched so`. Tiles stand in `headmix_vision/ops/mhla/triton_tuning.py` and
 `headmix_vision/ops/head_in_head/triton_launch.py`. To see the registers and memory that a choice takes on each GPU,
 write it there and run `python -m benchmarks.compile_kernels --match KERNEL`.
 """

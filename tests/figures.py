@@ -197,9 +197,9 @@ def eager(
     return cell(table, name, size="224", batch="32", mode=mode, compile=compile, model=model)
 
 
-def image_dit(size: str, mode: str) -> float:
-    """Return the ratio of a DiT-S/2 with MHLA to softmax, at a size of latents."""
-    return cell(MODELS, "ratio_to_baseline", size=size, mode=mode, compile=COMPILED, model="dit_mhla_s_2")
+def image_dit(size: str, mode: str, core: str = "mhla") -> float:
+    """Return the ratio of a DiT-S/2 to softmax, at a size of latents."""
+    return cell(MODELS, "ratio_to_baseline", size=size, mode=mode, compile=COMPILED, model=f"dit_{core}_s_2")
 
 
 def compiled_512(mode: str, compile: str = "default") -> float:
@@ -616,14 +616,17 @@ CLAIMS = (
     ),
     Claim(
         "benchmarks/README.md",
-        r"alone on 16 cores: MHLA trains at #x of softmax and runs inference at #x, as does linear attention\. .* "
-        r"Windows spread by # to # %\. At 512 px, batch 32, inference runs at #x\. Training at #x measures the host "
-        r"there: windows spread by # to # %\. At 1,024 px training runs at #x",
+        r"alone on 16 cores: MHLA trains at #x of softmax and runs inference at #x, linear attention at #x and #x\. A "
+        r"kernel of attention at the copy floor, # ms where cuDNN's takes # .* Windows spread by # to # %\. At 512 px, "
+        r"batch 32, inference runs at #x\. Training at #x, linear attention at #x, measures the host there\. Windows "
+        r"spread by # to # % and by # to # %\. At 1,024 px training runs at #x",
         lambda: [
-            *(image_dit("32", mode) for mode in ("train", "inference")),
+            *(image_dit("32", mode, core) for core in ("mhla", "linear") for mode in ("train", "inference")),
+            *(cell(MHLA, name, shape="deit", column="cudnn_packed") for name in ("forward_floor_ms", "forward_ms")),
             *(end(spreads("", COMPILED, size="32", batch="256")) for end in (min, max)),
-            *(image_dit("64", mode) for mode in ("inference", "train")),
-            *(end(spreads("train", COMPILED, size="64")) for end in (min, max)),
+            image_dit("64", "inference"),
+            *(image_dit("64", "train", core) for core in ("mhla", "linear")),
+            *(end(spreads(mode, COMPILED, size="64")) for mode in ("inference", "train") for end in (min, max)),
             image_dit("128", "train"),
         ],
         MODELS,

@@ -48,7 +48,7 @@ def numerics(dtype: torch.dtype, gpu: Gpu, crowded: bool = False) -> Numerics:
     bf16 stays bf16; fp16 has too small a range for sums and is computed as float32 with 10-bit products. A product of
     float32 is a sum of three tf32 products. Where shared memory is ``crowded``, it is a sum of six bf16 products, which
     is as exact and holds three halves of a number there instead of four; neither the interpreter nor Triton 3.5 knows
-    these. On AMD GPUs products of float32 are exact.
+    these. On AMD GPUs products of float32 are exact. Tables of tiles may name another precision.
     """
     import triton.language as tl
 

@@ -205,36 +205,73 @@ def test_keys_and_values_on_chip_with_mma_sync(rtx_4090, monkeypatch, capability
     assert tuple("resident" in launch.kernel.__name__ for launch in (forward, backward)) == resident
 
 
+@pytest.fixture
+def summary_constants(rtx_4090, monkeypatch):
+    """Return the constants of the four kernels that read tokens of a side x side picture in 16 blocks."""
+
+    def constants(side, dims, dtype=torch.bfloat16, **gpu):
+        gpu = rtx_4090._replace(**gpu)
+        monkeypatch.setattr(hardware, "find_gpu", lambda device: gpu)
+        k, v = (layout(torch.empty(1, side**2, 2, dim, dtype=dtype, device=DEVICE)) for dim in dims)
+        settings = Settings(TokenBlocks.from_grid((side, side), (4, 4)), regime="summary")
+        plans = (
+            triton_summary._summarize(k, v, settings),
+            triton_summary._apply(k, v, settings),
+            triton_summary._backward_query(k, v, 1, settings),
+            triton_summary._backward_key(k, v, 1, settings),
+        )
+        return [plan.launch.constants for plan in plans]
+
+    return constants
+
+
+HOPPER = {"capability": (9, 0), "shared_memory": 227 << 10}
+AMD = {"capability": (9, 4), "shared_memory": hardware.AMD_SHARED_MEMORY, "amd": "gfx942"}
+
+
 @pytest.mark.parametrize(
-    ("capability", "side", "dim", "rows"),
-    [((8, 9), 14, 64, (16, 16)), ((8, 9), 32, 64, (64, 32)), ((8, 9), 64, 64, (64, 32)), ((8, 9), 14, 72, (16, 16)),
-     ((9, 0), 14, 64, (16, 16)), ((9, 0), 14, 72, (16, 64))],
-)  # fmt: skip
-def test_tiles_are_no_longer_than_parts(rtx_4090, monkeypatch, capability, side, dim, rows):
+    ("gpu", "side", "dims", "rows"),
+    [
+        ({}, 14, (64, 64), [16, 16, 16, 16]),
+        ({}, 32, (64, 64), [64, 64, 64, 32]),
+        ({}, 14, (72, 72), [16, 16, 16, 16]),
+        (HOPPER, 14, (64, 64), [16, 16, 16, 16]),
+        (HOPPER, 32, (64, 64), [64, 64, 64, 64]),
+        (HOPPER, 14, (72, 64), [16, 16, 64, 64]),
+        (HOPPER, 14, (64, 72), [16, 16, 64, 64]),
+        (AMD, 14, (72, 72), [16, 16, 64, 64]),
+    ],
+)
+def test_tiles_are_no_longer_than_parts(summary_constants, gpu, side, dims, rows):
     """Gradients of heads in two parts keep longer tiles where products are not by mma.sync."""
-    monkeypatch.setattr(hardware, "find_gpu", lambda device: rtx_4090._replace(capability=capability))
-    blocks = TokenBlocks.from_grid((side, side), (4, 4))
-    x = layout(torch.empty(1, side**2, 2, dim, dtype=torch.bfloat16, device=DEVICE))
-    settings = Settings(blocks, regime="summary")
-    plans = triton_summary._summarize(x, x, settings), triton_summary._backward_key(x, x, 1, settings)
-    assert tuple(plan.launch.constants["BT"] for plan in plans) == rows
-    if side == 14:
-        inputs, d_out = make(blocks, dim=dim)
+    assert [constants["BT"] for constants in summary_constants(side, dims, **gpu)] == rows
+    if (gpu, dims) == ({}, (64, 64)) and side == 14:
+        blocks = TokenBlocks.from_grid((side, side), (4, 4))
+        inputs, d_out = make(blocks)
         assert_agrees("triton_summary", inputs, d_out, blocks)
 
 
 @pytest.mark.parametrize(
-    ("side", "dims", "exact"),
-    [(16, (72, 72), True), (16, (80, 64), True), (32, (72, 72), False), (16, (96, 96), False)],
+    ("side", "dims", "dtype", "exact"),
+    [
+        (16, (72, 72), torch.float32, True),
+        (16, (80, 128), torch.float32, True),  # otherwise eight warps
+        (16, (64, 72), torch.float32, False),
+        (16, (96, 96), torch.float32, False),
+        (16, (72, 72), torch.float16, False),
+        (36, (72, 72), torch.float32, False),  # blocks of several tiles
+    ],
 )
-def test_products_that_crowd_registers_are_exact(rtx_4090, monkeypatch, side, dims, exact):
-    """Float32 heads of 65 to 80 dims in one tile: on Hopper compiled products on tensor cores took 60 times as long."""
-    gpu = rtx_4090._replace(capability=(9, 0), shared_memory=227 << 10)
-    monkeypatch.setattr(hardware, "find_gpu", lambda device: gpu)
-    k, v = (layout(torch.empty(1, side**2, 2, dim, device=DEVICE)) for dim in dims)
-    settings = Settings(TokenBlocks.from_grid((side, side), (4, 4)), regime="summary")
-    constants = triton_summary._backward_key(k, v, 1, settings).launch.constants
-    assert (constants["PRECISION"] == "ieee", constants["num_warps"]) == (exact, 4)
+def test_products_that_would_spill_are_exact(summary_constants, side, dims, dtype, exact):
+    """On Hopper gradients of keys with products on tensor cores took 60 times as long."""
+    found = summary_constants(side, dims, dtype, **HOPPER)
+    assert [constants["PRECISION"] == "ieee" for constants in found] == [exact] * 4
+    assert not exact or [constants["num_warps"] for constants in found] == [4] * 4
+
+
+def test_float32_heads_above_96_dims_have_tiles_of_their_own(summary_constants):
+    found = [summary_constants(36, (dim, dim), torch.float32, **HOPPER)[2:] for dim in (96, 112)]
+    assert [[constants["num_warps"] for constants in one] for one in found] == [[4, 4], [8, 8]]
 
 
 @pytest.mark.parametrize("causal", [False, True])

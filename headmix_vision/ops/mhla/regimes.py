@@ -21,7 +21,7 @@ class Costs(NamedTuple):
 
     Attributes:
         pairwise, summary: by term.
-        rows: the fewest tokens that summary kernels compute at a time.
+        rows: blocks are counted in tiles of so many tokens.
     """
 
     pairwise: tuple[float, float, float, float, float]

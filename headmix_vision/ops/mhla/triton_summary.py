@@ -489,7 +489,7 @@ def _tiles_for_parts(
 ) -> tuning.Tiles:
     """Choose the tiles of a table, no longer than the longest part of a block.
 
-    Kernels of gradients keep longer ones for heads in two parts where products are not by mma.sync: they are faster.
+    Without mma.sync kernels of gradients keep longer ones for heads in two parts of columns: most are faster so.
     """
     c = choose_tiles(table, x, y)
     if gradients and not x.gpu.uses_mma_sync and any(tuning.head_parts(z.shape[-1])[1] for z in (x, y)):
@@ -506,7 +506,7 @@ def _token_constants(
     tiles = defaults | {name: value for name, value in c.items() if name != "ONE_TILE"}
     if single and "STAGES" in tiles:
         tiles["STAGES"] = 0
-    if single and tuning.crowds_registers(tile, q.dtype, q.shape[-1], v.shape[-1]):
+    if single and tuning.crowds_registers(q.dtype, q.shape[-1]):
         tiles |= tuning.CROWDED
     # Where loads are written a tile ahead, one tile after the last is loaded, too.
     full = size % tile == 0 and t.numel() == q.shape[1] and (size == tile or tiles.get("STAGES", 0) > 0)
@@ -630,7 +630,7 @@ def _backward_query(q: Layout, d_out: Layout, pack: int, settings: Settings) -> 
     c = _tiles_for_parts(tuning.BACKWARD_QUERY, q, d_out, settings, gradients=True)
     single = t.shape[1] <= c["BT"]
     if not single:
-        c = _tiles_for_parts(tuning.BACKWARD_QUERY_LONG, q, d_out, settings, gradients=True)
+        c = choose_tiles(tuning.BACKWARD_QUERY_LONG, q, d_out)
     align = alignment(q, d_out)
     sizes = (N, H, settings.blocks.num_blocks, len(t), parts_of_a_block(settings), t.shape[1])
     constants = _token_constants(q, d_out, settings, align, t, c, STAGES=0, DOTS=False, DIVIDE=single, PACK=pack)

@@ -1,4 +1,6 @@
-"""Hold the tile sizes of the Triton kernels: the best of sweeps on an H200 (bf16, head dims 64, 72 and 128).
+"""Hold the tile sizes of the Triton kernels: the best of sweeps on an H200 (head dims 64, 72 and 128).
+
+Rows of float32 heads of more than 64 dims come from sweeps of summary kernels with 72, 96 and 128, others from bf16.
 
 GPUs that multiply by mma.sync have other rows, swept on the H200 in their place (``headmix_lab.stand_in``).
 
@@ -250,13 +252,13 @@ def is_wide(dim: int, dtype: torch.dtype) -> bool:
     return dim > {torch.float32: 64, torch.float16: 96}.get(dtype, dim)
 
 
-def crowds_registers(tile: int, dtype: torch.dtype, *dims: int) -> bool:
-    """Return whether registers are too few for products on tensor cores in a kernel without a loop.
+def crowds_registers(dtype: torch.dtype, dim: int) -> bool:
+    """Return whether a kernel without a loop would spill far too much with products on tensor cores.
 
-    That is so for float32 heads of 65 to 80 dims, in parts of 64 and 16 columns, where a tile has fewer than 64 tokens:
-    then both operands of a product are in registers. The compiler gave such kernels 32 registers and 8 KB of stack.
+    For Hopper ptxas gave kernels of float32 keys of 65 to 80 dims and tiles of up to 32 tokens 32 registers and 8 KB of
+    stack. With exact products they spill nothing.
     """
-    return dtype == torch.float32 and tile < 64 and any(64 < dim <= 80 for dim in dims)
+    return dtype == torch.float32 and 64 < dim <= 80
 
 
 def tiles(table: tuple[Row, ...], dim: int, dtype: torch.dtype, gpu: Gpu) -> Tiles:
