@@ -29,9 +29,9 @@ def head_parts(dim: int) -> tuple[int, int]:
     return (first, 0) if rest <= 0 else (first, max(16, 1 << (rest - 1).bit_length()))
 
 
-# Each table has three rows for bfloat16 heads of up to 64, up to 127 (two parts) and 128 dims, three more for mma.sync,
-# one for float32 products, and two for those of wide heads: up to 96 and up to 128 dims. Where the last is missing, the
-# one before serves. A row that exceeds the shared memory of the smallest GPU is a tuple of choices; the first that fits
+# Each table has three rows for bfloat16 heads of up to 64, up to 127 (two parts) and 128 dims, and three for the same
+# with mma.sync. Products of float32 have one row, and wide heads their own: one of up to 96 and one of up to 128 dims,
+# or one for both. A row that exceeds the shared memory of the smallest GPU is a tuple of choices; the first that fits
 # is taken.
 PAIRWISE_FORWARD = (
     Tiles(BQ=128, BK=64, num_warps=8, maxnreg=128),
